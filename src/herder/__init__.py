@@ -1,0 +1,1 @@
+"""herder: plan, train, checkpoint, evaluate and serve language models from one config."""

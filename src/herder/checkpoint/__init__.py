@@ -1,0 +1,1 @@
+"""Saving and loading: run checkpoints, Hugging Face folders and GGUF files."""

@@ -1,0 +1,1 @@
+"""One file a verb: composition of the packages below, nothing else."""

@@ -1,0 +1,199 @@
+"""What a run is: model, cluster, layout, data, training, checkpoints, observation, serving.
+
+A path here (`train.optimizer.learning_rate`), a field, an event field and a `--set` override are the
+same string.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import model_validator
+
+from herder.config.record import Record
+
+
+class ModelConfig(Record):
+    """Which model: a published or local one, or a config.json of your own."""
+
+    source: str | None = None
+    """A catalog name, folder, hub id, .gguf file or run directory."""
+    config: dict[str, JsonValue] | None = None
+    """The keys of a config.json, model_type included, instead of a source."""
+    override: dict[str, JsonValue] = {}
+    """Keys of the source's config.json to replace, for example num_hidden_layers: 2."""
+    initialize: Literal["pretrained", "random"] = "pretrained"
+    """Whether training starts from the source's weights or from seeded random ones."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.source is None) == (self.config is None):
+            raise ValueError("give exactly one of source and config")
+        if self.config is not None and self.initialize == "pretrained":
+            raise ValueError("a config has no weights: set initialize: random")
+        if self.override and self.initialize == "pretrained":
+            raise ValueError("an overridden architecture has no weights: set initialize: random")
+        return self
+
+
+class GpuConfig(Record):
+    """One device. Catalog entries are of this kind; a cluster may give its own."""
+
+    name: str
+    memory_gb: PositiveFloat
+    """Physical memory, 1e9 bytes."""
+    bf16_tflops: PositiveFloat
+    """Dense peak."""
+    fp8_tflops: PositiveFloat | None = None
+    memory_bandwidth_gb_per_second: PositiveFloat
+    intra_node_bandwidth_gb_per_second: PositiveFloat
+    """To the other devices of its node, one direction."""
+
+
+class ClusterConfig(Record):
+    """The hardware. Absent from a run config it means this machine, detected."""
+
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = 8
+    gpu: str | GpuConfig = "h100-80gb"
+    """A catalog name, or the device's own numbers."""
+    inter_node_bandwidth_gb_per_second: PositiveFloat = 50.0
+    """Per GPU, one direction: 50 is one 400 Gb/s port a GPU."""
+    intra_node_latency_microseconds: PositiveFloat = 5.0
+    inter_node_latency_microseconds: PositiveFloat = 10.0
+    node_mtbf_hours: PositiveFloat = 50_000.0
+    """Mean time between failures of one node."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class LayoutConfig(Record):
+    """Degrees given by hand; what is absent is 1. `layout: auto` lets the planner choose."""
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    expert_parallel_size: PositiveInt = 1
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+
+
+class DataConfig(Record):
+    """Where text comes from and how it becomes sequences."""
+
+    source: str = "wikipedia-leads"
+    """wikipedia-leads, or a .jsonl, .json or .txt file, or a folder of .txt files."""
+    text_key: str = "text"
+    """Which key of a JSON object holds the text."""
+    tokenizer: str | None = None
+    """A folder or tokenizer.json; absent: the model's own."""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """Share of documents held out, chosen by a hash of their text."""
+    max_documents: PositiveInt | None = None
+
+
+class OptimizerConfig(Record):
+    """AdamW. Source: arXiv:1711.05101; the defaults are Llama 3's, arXiv:2407.21783, section 3.4."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat = 3e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    """Applied to matrices, not to norms and biases."""
+
+
+class ScheduleConfig(Record):
+    """The learning rate over steps: linear warm-up, then the kind's shape."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """wsd: length of the final linear decay. Source: MiniCPM, arXiv:2404.06395, section 4."""
+    minimum_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The last learning rate as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _decay_belongs_to_wsd(self) -> ScheduleConfig:
+        if (self.kind == "wsd") != (self.decay_steps is not None):
+            raise ValueError(f"kind={self.kind!r} with decay_steps={self.decay_steps}")
+        return self
+
+
+class TrainConfig(Record):
+    """One optimization."""
+
+    steps: PositiveInt = 100
+    sequence_length: PositiveInt = 512
+    """Longest document piece, in tokens."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences of sequence_length a micro-batch; its tokens are their product. Absent: planned."""
+    global_batch_tokens: PositiveInt | None = None
+    """Tokens an optimizer step over all ranks. Absent: one micro-batch a data-parallel rank."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """bf16: fp32 parameters under autocast."""
+    seed: NonNegativeInt = 0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip_norm: PositiveFloat = 1.0
+    recompute: Literal["none", "full"] = "none"
+    """full: every block's activations are computed again in the backward pass."""
+    compile: bool = False
+    """Whether blocks are compiled with torch.compile."""
+    loss_chunk_tokens: PositiveInt = 512
+    """Logits exist for this many tokens at once."""
+
+
+class CheckpointConfig(Record):
+    """When to save and what to keep."""
+
+    every_steps: PositiveInt = 100
+    keep_last: PositiveInt = 2
+
+
+class ObserveConfig(Record):
+    """What is told, and where."""
+
+    log_every_steps: PositiveInt = 1
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """auto: a live display on a terminal, plain lines elsewhere."""
+    tensorboard: bool = True
+    """Whether TensorBoard files are written, where the package is installed."""
+
+
+class EvaluateConfig(Record):
+    """Perplexity on the held-out documents during training."""
+
+    every_steps: PositiveInt | None = None
+    """Absent: only when `herder evaluate` is run."""
+    max_tokens: PositiveInt = 65_536
+
+
+class ServeConfig(Record):
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """0: any free port, printed."""
+    max_queued_requests: PositiveInt = 256
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus answer, in tokens. Absent: the model's window."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+
+
+class RunConfig(Record):
+    """A recipe, read."""
+
+    run_directory: str = "runs/default"
+    model: ModelConfig
+    cluster: ClusterConfig | None = None
+    layout: Literal["auto"] | LayoutConfig = "auto"
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    serve: ServeConfig = ServeConfig()

@@ -1,0 +1,1 @@
+"""Tokenizers, sources, packing, and the batch at step t as a pure function of seed and t."""

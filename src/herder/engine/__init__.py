@@ -1,0 +1,1 @@
+"""Requests to tokens: key-value cache, sampling and the decode loop. No HTTP."""

@@ -1,0 +1,1 @@
+"""Perplexity, tasks and parity of a model."""

@@ -1,4 +1,4 @@
-"""The exception tree. Every error a user can meet derives from HerderError and reads as one message.
+"""The exception tree: every error a user can meet derives from HerderError and is one message.
 
     HerderError
     ├── UserError            exit 2: what was asked for cannot be done as asked
@@ -10,7 +10,7 @@
     │   ├── CheckpointError  a run directory or checkpoint that cannot be written, read or used
     │   ├── RequestError     one generation request
     │   └── ResourceError    a port, disk, device or optional package
-    └── CheckFailed          exit 1: a comparison that was asked for did not hold
+    └── CheckFailedError     exit 1: a comparison that was asked for did not hold
 
 A message says where, what was given, which rule it breaks with the numbers, and what would do.
 """
@@ -69,7 +69,7 @@ class ResourceError(UserError):
     """A port, disk, device or optional package is not there or not free."""
 
 
-class CheckFailed(HerderError):
+class CheckFailedError(HerderError):
     """A comparison that was asked for did not hold."""
 
     exit_status = 1

@@ -1,4 +1,4 @@
-"""Bytes, FLOP, seconds and tokens as text. GB is 1e9 bytes, GiB is 2**30; never one for the other."""
+"""Bytes, FLOP, seconds and tokens as text. GB is 1e9 bytes, GiB is 2**30."""
 
 from __future__ import annotations
 

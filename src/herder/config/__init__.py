@@ -1,1 +1,1 @@
-"""Records of what the user asks for: architecture, cluster, run; strict loading. Imports neither torch nor transformers."""
+"""What the user asks for, as records: architecture, cluster, run. Imports no torch."""

@@ -1,7 +1,7 @@
 """What a model is: every number and every choice the forward pass depends on, and nothing else.
 
-How many of something exists is a number here; which computation happens is code in `model/`, chosen
-by an explicit field here, never by a model's name. Families fill this record from published configs.
+How many of something exists is a number here; which computation happens is code in `model/`,
+chosen by an explicit field here, never by a model's name. Families fill it from published configs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LinearScaling(Record):
 
 
 class DynamicScaling(Record):
-    """Dynamic NTK: theta grows with the longest position seen once it passes the original window."""
+    """Dynamic NTK: theta grows with the longest position seen, past the original window."""
 
     kind: Literal["dynamic"] = "dynamic"
     factor: PositiveFloat

@@ -1,15 +1,22 @@
 """What a run is: model, cluster, layout, data, training, checkpoints, observation, serving.
 
-A path here (`train.optimizer.learning_rate`), a field, an event field and a `--set` override are the
-same string.
+A path here (`train.optimizer.learning_rate`), a field, an event field and a `--set` override are
+the same string.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from herder.config.record import Record
 
@@ -21,7 +28,7 @@ class ModelConfig(Record):
     """A catalog name, folder, hub id, .gguf file or run directory."""
     config: dict[str, JsonValue] | None = None
     """The keys of a config.json, model_type included, instead of a source."""
-    override: dict[str, JsonValue] = {}
+    override: dict[str, JsonValue] = Field(default_factory=dict)
     """Keys of the source's config.json to replace, for example num_hidden_layers: 2."""
     initialize: Literal["pretrained", "random"] = "pretrained"
     """Whether training starts from the source's weights or from seeded random ones."""
@@ -95,7 +102,7 @@ class DataConfig(Record):
 
 
 class OptimizerConfig(Record):
-    """AdamW. Source: arXiv:1711.05101; the defaults are Llama 3's, arXiv:2407.21783, section 3.4."""
+    """AdamW. Source: arXiv:1711.05101; defaults as Llama 3, arXiv:2407.21783, section 3.4."""
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: PositiveFloat = 3e-4

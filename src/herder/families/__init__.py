@@ -1,1 +1,1 @@
-"""One file a model family: how its published config and weight names map to ours. Holds no forward code."""
+"""One file a model family: its published config and weight names, and ours. No forward code."""

@@ -1,1 +1,1 @@
-"""Events, sinks, meters and reports: what happened, told in one vocabulary. Knows no config package."""
+"""Events, sinks, meters and reports: what happened, in one vocabulary. Knows no config."""

@@ -1,1 +1,1 @@
-"""Exact sizes, memory, communication and layouts computed from model and cluster. Imports no torch."""
+"""Sizes, memory, communication and layouts, from model and cluster. Imports no torch."""

@@ -1,0 +1,115 @@
+"""The `herder` command: which verbs exist, how they are found, and what an error looks like.
+
+Owns the table of verbs, the help that teaches them, and exit statuses. It must not know what a verb
+does: a verb's module is imported when it is called, so that `herder --help` and a mistyped word
+answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from herder.errors import HerderError
+
+QUESTIONS: dict[str, dict[str, str]] = {
+    "Does it fit, how should it be split, how fast is it, what will it serve?": {
+        "plan": "Memory, layout, step time and cost of training or serving.",
+    },
+    "How do I train it?": {
+        "data": "Prepare and look at corpora and tokenizers.",
+        "train": "Run a recipe; run it again and it goes on where it stopped.",
+    },
+    "Is it any good?": {
+        "evaluate": "Perplexity and bits per byte on held-out text.",
+        "generate": "Continue one prompt, here and now.",
+    },
+    "How do I serve it?": {
+        "serve": "An OpenAI-compatible HTTP server.",
+    },
+    "Is it still the same model elsewhere?": {
+        "convert": "Hugging Face folders, GGUF files and run checkpoints into each other.",
+        "parity": "Compare logits with transformers, or with stored ones.",
+    },
+}
+"""The verbs under the question each one answers. A verb is the module `herder.cli.<verb>`."""
+
+VERBS = tuple(verb for verbs in QUESTIONS.values() for verb in verbs)
+
+_INTERRUPTED = 130
+_PIPE_CLOSED = 1
+
+
+class VerbGroup(click.Group):
+    """A group whose subcommands are modules, imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, or None if there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        return importlib.import_module(f"herder.cli.{cmd_name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Refuse an unknown verb with the nearest known ones."""
+        if args[0] not in VERBS and not args[0].startswith("-"):
+            raise click.NoSuchCommand(args[0], possibilities=VERBS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs under the questions they answer, without importing them."""
+        width = max(map(len, VERBS))
+        for question, verbs in QUESTIONS.items():
+            formatter.write_paragraph()
+            formatter.write_text(question)
+            with formatter.indentation():
+                formatter.write_dl([(verb.ljust(width), text) for verb, text in verbs.items()])
+
+
+@click.group(
+    name="herder",
+    cls=VerbGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="MODEL is a catalog name (llama-3.1-405b), a folder, a hub id, a .gguf file or a run"
+    " directory. `herder VERB --help` explains a verb; `--json` prints one object for scripts.",
+)
+@click.version_option(package_name="herder", prog_name="herder")
+def command() -> None:
+    """One model definition, one config, one plan: from a laptop to thousands of GPUs."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status; a user's error is a message on stderr.
+
+    0 is fine, 2 a user's mistake, 1 a failed check or a reader that went away, 130 an interrupt.
+    Any other exception is a bug of ours and passes through, for Python to show with its traceback.
+    """
+    try:
+        result = command.main(arguments, prog_name="herder", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except HerderError as error:
+        click.echo(f"herder: {error}", err=True)
+        return error.exit_status
+    except click.exceptions.Abort:
+        return _INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        # What is still buffered has no reader: let the interpreter flush it into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    sys.exit(run())

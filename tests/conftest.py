@@ -1,0 +1,49 @@
+"""What holds for every test: one thread, no network, no real cache written, and no GPU assumed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PIP_NO_INDEX"] = "1"
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+_connect = socket.socket.connect
+
+
+def _connect_to_this_machine_only(self: socket.socket, address: object) -> None:
+    if self.family != socket.AF_UNIX and isinstance(address, tuple):
+        host = str(address[0])
+        if not (host.startswith("127.") or host in ("localhost", "::1")):
+            raise AssertionError(f"a test reached for the network: {address!r}")
+    _connect(self, address)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> None:
+    """No connection leaves this machine: a test that tries one fails and says where it went."""
+    socket.socket.connect = _connect_to_this_machine_only
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the working tree."""
+    return REPOSITORY
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only to answer that."""
+    device_tests = [item for item in items if "device" in item.keywords]
+    if not device_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in device_tests:
+            item.add_marker(pytest.mark.skip(reason="this machine has no GPU"))

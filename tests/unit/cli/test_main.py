@@ -1,0 +1,49 @@
+"""The command line as a shell sees it: exit statuses, streams and suggestions."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from herder.cli.main import QUESTIONS, VERBS, run
+
+HERDER = [sys.executable, "-c", "from herder.cli.main import main; main()"]
+
+
+def test_a_mistyped_verb_is_refused_with_the_nearest_one(capsys) -> None:
+    assert run(["trian", "recipe.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert "'train'" in captured.err
+    assert captured.out == ""
+
+
+def test_a_mistyped_option_is_refused_with_the_nearest_one(capsys) -> None:
+    assert run(["--versoin"]) == 2
+    assert "'--version'" in capsys.readouterr().err
+
+
+def test_help_names_every_verb_under_its_question(capsys) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for question, verbs in QUESTIONS.items():
+        section = text[text.index(question) :]
+        assert all(f"\n  {verb} " in section for verb in verbs)
+
+
+def test_the_version_is_the_packages(capsys) -> None:
+    assert run(["--version"]) == 0
+    assert re.fullmatch(r"herder, version \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_reader_that_went_away_gets_no_traceback() -> None:
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    done = subprocess.run([*HERDER, "--help"], stdout=writing_end, stderr=subprocess.PIPE)
+    os.close(writing_end)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_no_verb_is_listed_twice() -> None:
+    assert len(set(VERBS)) == len(VERBS)

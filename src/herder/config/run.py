@@ -48,14 +48,23 @@ class GpuConfig(Record):
     """One device. Catalog entries are of this kind; a cluster may give its own."""
 
     name: str
+    kind: Literal["gpu", "cpu"] = "gpu"
+    """cpu: one process that uses all cores; its memory is the machine's."""
     memory_gb: PositiveFloat
-    """Physical memory, 1e9 bytes."""
+    """Nominal memory, 1e9 bytes, as it is sold: an "80 GB" device is 80e9. Plans use it."""
+    physical_memory_gib: PositiveFloat | None = None
+    """What the driver reports, 2**30 bytes: what a serving engine takes its share of."""
     bf16_tflops: PositiveFloat
     """Dense peak."""
     fp8_tflops: PositiveFloat | None = None
+    """Dense peak; None: the device has no fp8 units."""
+    fp32_tflops: PositiveFloat | None = None
+    """Dense peak without TF32."""
     memory_bandwidth_gb_per_second: PositiveFloat
     intra_node_bandwidth_gb_per_second: PositiveFloat
     """To the other devices of its node, one direction."""
+    fast_domain_gpus: PositiveInt | None = None
+    """Devices that share the intra-node fabric where that is more than one node (NVL72 racks)."""
 
 
 class ClusterConfig(Record):

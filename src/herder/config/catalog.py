@@ -1,0 +1,61 @@
+"""Published models and devices by name, read from the files that ship with this package.
+
+Owns the names and where the files lie; what a config.json means is the families' knowledge.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from herder.config.run import ClusterConfig, GpuConfig
+from herder.config.strict_yaml import read_yaml
+from herder.errors import ConfigError, ModelError, close_match
+
+_FOLDER = Path(__file__).parent
+PUBLISHED = _FOLDER / "published"
+
+
+def model_names() -> tuple[str, ...]:
+    """The catalog's models, sorted: the last part of the hub id in lower case."""
+    return tuple(sorted(path.stem for path in PUBLISHED.glob("*.json")))
+
+
+def model_config_json(name: str) -> dict[str, Any]:
+    """The published config.json of a catalog model; a fresh dict on each call.
+
+    Raises ModelError with a close match when the name is unknown.
+    """
+    path = PUBLISHED / f"{name.lower()}.json"
+    if path.parent != PUBLISHED or not path.is_file():
+        raise ModelError(
+            f"model {name!r} is not in the catalog. {close_match(name.lower(), model_names())}"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _gpu_entries() -> dict[str, GpuConfig]:
+    path = _FOLDER / "gpus.yaml"
+    entries, _ = read_yaml(path.read_text(encoding="utf-8"), where=path.name)
+    return {name: GpuConfig(name=name, **figures) for name, figures in entries.items()}
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The catalog's devices in the file's order, `cpu` last."""
+    return tuple(_gpu_entries())
+
+
+def gpu(name: str) -> GpuConfig:
+    """A device's published figures. Raises ConfigError with a close match when it is unknown."""
+    entry = _gpu_entries().get(name.lower())
+    if entry is None:
+        raise ConfigError(f"gpu {name!r} is not in the catalog. {close_match(name, gpu_names())}")
+    return entry
+
+
+def cluster_gpu(cluster: ClusterConfig) -> GpuConfig:
+    """The cluster's device: its own figures, or those of the catalog name it gives."""
+    return gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu

@@ -1,0 +1,63 @@
+"""One micro-batch: exactly T packed tokens, with the lengths of the documents in them.
+
+Owns the record that training, evaluation and the pipeline schedule pass around. It knows nothing of
+files, tokenizers, ranks or the model.
+
+Shape legend: T packed tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Documents side by side, each whole, filled up to T tokens by documents of weight 0.
+
+    Attention and positions start anew at every document, so the loss of a packed micro-batch equals
+    that of its documents computed one by one.
+    """
+
+    tokens_T: Tensor
+    """int64: what the model reads."""
+    positions_T: Tensor
+    """int64: 0, 1, 2, ... within each document."""
+    targets_T: Tensor
+    """int64: the token that follows in the document; meaningless where the weight is 0."""
+    weights_T: Tensor
+    """float32: how much each prediction counts; 0 for padding."""
+    document_lengths: tuple[int, ...]
+    """In tokens, in order, padding documents included; they add up to T."""
+
+    def __post_init__(self) -> None:
+        shape = self.tokens_T.shape
+        for name in ("positions_T", "targets_T", "weights_T"):
+            other = getattr(self, name).shape
+            assert other == shape, f"{name} has shape {tuple(other)}, tokens_T {tuple(shape)}"
+        total = sum(self.document_lengths)
+        assert shape == (total,), f"documents hold {total} tokens, tokens_T is {tuple(shape)}"
+        assert min(self.document_lengths) > 0, f"an empty document in {self.document_lengths}"
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.tokens_T.shape[0]
+
+    @property
+    def num_loss_tokens(self) -> float:
+        """The sum of the weights: what a summed loss is divided by."""
+        return float(self.weights_T.sum())
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch with its tensors on `device`."""
+        return MicroBatch(
+            tokens_T=self.tokens_T.to(device, non_blocking=True),
+            positions_T=self.positions_T.to(device, non_blocking=True),
+            targets_T=self.targets_T.to(device, non_blocking=True),
+            weights_T=self.weights_T.to(device, non_blocking=True),
+            document_lengths=self.document_lengths,
+        )

@@ -1,0 +1,56 @@
+"""Training batches: the packed rows of a corpus, read in the order of (seed, step).
+
+Owns how rows are grouped into micro-batches and micro-batches shared between data-parallel ranks. A
+step's rows do not depend on either: grouping only says which of them are computed together.
+"""
+
+from __future__ import annotations
+
+from herder.data.batch import MicroBatch
+from herder.data.order import DataOrder
+from herder.data.packing import PackedRows
+from herder.errors import ConfigError
+
+
+class TokenDataset:
+    """An endless, resumable source of optimizer steps."""
+
+    def __init__(
+        self, rows: PackedRows, *, micro_batch_size: int, global_batch_tokens: int, seed: int
+    ) -> None:
+        """`global_batch_tokens` must be a multiple of micro_batch_size x sequence_length."""
+        micro_tokens = micro_batch_size * rows.sequence_length
+        if global_batch_tokens % micro_tokens:
+            nearest = max(round(global_batch_tokens / micro_tokens), 1) * micro_tokens
+            raise ConfigError(
+                f"train.global_batch_tokens={global_batch_tokens} is not a multiple of "
+                f"micro_batch_size x sequence_length = {micro_batch_size} x {rows.sequence_length} "
+                f"= {micro_tokens}. The nearest that is: {nearest}."
+            )
+        self.packed = rows
+        self.micro_batch_size = micro_batch_size
+        self.num_micro_batches = global_batch_tokens // micro_tokens
+        self.order = DataOrder(
+            rows.num_rows, rows_per_step=self.num_micro_batches * micro_batch_size, seed=seed
+        )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """T: tokens of one micro-batch, padding included."""
+        return self.micro_batch_size * self.packed.sequence_length
+
+    def micro_batches(
+        self, step: int, *, shard_index: int = 0, num_shards: int = 1
+    ) -> list[MicroBatch]:
+        """The micro-batches of optimizer step `step` (from 0), or one rank's share of them.
+
+        A pure function of (seed, step). Shard i of n has micro-batches i, i + n, i + 2n, ...; n
+        must divide their number, so that ranks wait for no one.
+        """
+        if self.num_micro_batches % num_shards:
+            raise ConfigError(
+                f"{num_shards} data-parallel ranks do not divide the {self.num_micro_batches} "
+                f"micro-batches of a step (train.global_batch_tokens / {self.micro_batch_tokens})."
+            )
+        rows = self.order.rows(step).reshape(self.num_micro_batches, self.micro_batch_size)
+        return [self.packed.micro_batch(group) for group in rows[shard_index::num_shards]]

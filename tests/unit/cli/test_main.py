@@ -13,7 +13,7 @@ HERDER = [sys.executable, "-c", "from herder.cli.main import main; main()"]
 
 
 def test_a_mistyped_verb_is_refused_with_the_nearest_one(capsys) -> None:
-    assert run(["trian", "recipe.yaml"]) == 2
+    assert run(["tarin", "recipe.yaml"]) == 2
     captured = capsys.readouterr()
     assert "'train'" in captured.err
     assert captured.out == ""

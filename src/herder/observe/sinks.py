@@ -1,0 +1,148 @@
+"""Sinks for files and pipes: JSON lines, and one plain line an event for people and logs.
+
+A sink takes events as they are and knows nothing of training. The live display is in `console`,
+TensorBoard in `tensorboard`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from herder.observe.events import (
+    CheckpointLoaded,
+    CheckpointSaved,
+    EvaluationFinished,
+    Event,
+    Incident,
+    Notice,
+    RunFinished,
+    RunInterrupted,
+    RunStarted,
+    StepFinished,
+    from_json,
+    to_json,
+)
+from herder.units import format_count, format_flops, format_gb, format_seconds
+
+
+class JsonLinesSink:
+    """Appends one line an event to a file, each flushed, so that a killed run has told all it did.
+
+    A line torn by a crash is closed first, so that the next event stands on a line of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        torn = _ends_within_a_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def receive(self, event: Event, *, unix_seconds: float) -> None:
+        """Write and flush one line."""
+        self._file.write(to_json(event, unix_seconds=unix_seconds) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class LineSink:
+    """Writes one readable line an event: the log of a run whose output is not a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._steps = 0
+
+    def receive(self, event: Event, *, unix_seconds: float) -> None:
+        """Write and flush one line."""
+        if isinstance(event, RunStarted):
+            self._steps = event.steps
+        self._stream.write(describe(event, steps=self._steps) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """The stream is the caller's: it stays open."""
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a JSON-lines file, oldest first; a line torn by a crash is passed over."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                yield from_json(line)
+            except ValueError:
+                continue
+
+
+def describe(event: Event, *, steps: int) -> str:
+    """An event as one line of words and numbers; `steps` is how many the run has in all."""
+    match event:
+        case RunStarted():
+            return _describe_start(event)
+        case StepFinished():
+            return describe_step(event, steps=steps)
+        case CheckpointSaved():
+            size = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
+            return f"checkpoint {event.path} saved, {size}"
+        case CheckpointLoaded():
+            return f"resumed after step {event.step} from {event.path}"
+        case EvaluationFinished():
+            return (
+                f"held-out loss {event.loss:.4f}, perplexity {event.perplexity:,.2f} "
+                f"over {event.tokens:,} tokens in {format_seconds(event.seconds)}"
+            )
+        case Notice():
+            return f"note: {event.message}"
+        case Incident():
+            where = "" if event.step is None else f" at step {event.step}"
+            return f"incident{where}: {event.kind}: {event.message}"
+        case RunInterrupted():
+            return f"{event.signal}: stopped after step {event.step} of {steps}, state saved"
+        case RunFinished():
+            return (
+                f"finished {event.step} steps: loss {event.loss:.4f}, {event.tokens:,} tokens "
+                f"in {format_seconds(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s"
+            )
+
+
+def describe_step(event: StepFinished, *, steps: int) -> str:
+    """One step's line: the same words in the same places, so that a log can be cut by columns."""
+    parts = [
+        f"step {event.step:>{len(str(steps))}}/{steps}",
+        f"loss {event.loss:.4f}",
+        f"norm {event.gradient_norm:.3f}",
+        f"lr {event.learning_rate:.2e}",
+        f"{event.tokens_per_second:,.0f} tokens/s",
+        f"MFU {describe_share(event.model_flops_utilization)}",
+        f"{format_gb(event.peak_memory_bytes)}",
+        f"{format_seconds(event.seconds_left)} left",
+    ]
+    return "  ".join(parts)
+
+
+def describe_share(share: float | None) -> str:
+    """A share as per cent, or a dash where it is not known."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _describe_start(event: RunStarted) -> str:
+    peak = "peak unknown"
+    if event.peak_flops_per_second:
+        peak = f"peak {format_flops(event.peak_flops_per_second)}/s ({event.peak_source})"
+    first = f"from step {event.first_step}" if event.first_step else "from the start"
+    return (
+        f"training {event.model}, {format_count(event.parameters)} parameters, {event.precision} "
+        f"on {event.device}: {event.steps} steps of {event.step_tokens:,} tokens, {first}; {peak}"
+    )
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -1,7 +1,8 @@
 """What can happen in a run, as typed records, and the one bus that tells the sinks.
 
 An event is a fact with its numbers; how it is shown or stored is a sink's affair (`sinks`,
-`console`, `tensorboard`). Nothing here knows a config, a model or a tensor: values are numbers and strings.
+`console`, `tensorboard`). Nothing here knows a config, a model or a tensor: values are numbers and
+strings.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ def test_the_numbers_of_steps_and_evaluations_are_scalars(tmp_path: Path) -> Non
     sink.receive(Notice(message="nothing to plot"), unix_seconds=102.0)
     sink.close()
     read = EventAccumulator(str(tmp_path)).Reload()
-    tags = read.Tags()["scalars"] + read.Tags()["tensors"]
-    assert {"train/loss", "evaluation/perplexity"} <= set(tags)
+    tags = repr(read.Tags()["tensors"])
+    assert "train/loss" in tags
+    assert "evaluation/perplexity" in tags
     assert "speed/model_flops_utilization" not in tags
     losses = read.Tensors("train/loss")
     assert [(loss.step, loss.tensor_proto.float_val[0]) for loss in losses] == [(1, 2.0), (2, 1.0)]

@@ -1,0 +1,92 @@
+"""From a record to a model: on the meta device, then real, with weights that depend on names only."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
+from herder.errors import ModelError
+from herder.model.decoder import Decoder
+from herder.model.norm import RmsNorm
+
+
+def build_decoder(
+    config: ArchitectureConfig, *, device: str = "meta", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """The decoder, its parameters uninitialized; on "meta" they take no memory.
+
+    Raises ModelError for an architecture that needs a computation this build does not have.
+    """
+    missing = unsupported_parts(config)
+    if missing:
+        raise ModelError(f"this architecture needs {', '.join(missing)}: not supported yet")
+    decoder = Decoder(config, device=device, dtype=dtype)
+    tie(decoder)
+    return decoder.requires_grad_(True)
+
+
+def unsupported_parts(config: ArchitectureConfig) -> list[str]:
+    """Computations the record asks for that `model/` cannot do."""
+    attention = config.attention
+    grouped = isinstance(attention, GroupedQueryAttention)
+    parts = {
+        "latent attention": not grouped,
+        "attention sinks": grouped and attention.sinks,
+        "capped attention logits": grouped and attention.logit_softcap is not None,
+        "capped final logits": config.final_logit_softcap is not None,
+        "routed experts": any(layer.feed_forward == "routed" for layer in config.layers),
+        "cross-attention": any(layer.cross_attention for layer in config.layers),
+        "sectioned rope": any(rope.sections is not None for rope in config.ropes),
+        "a vision encoder": config.vision is not None,
+    }
+    return [name for name, needed in parts.items() if needed]
+
+
+def tie(decoder: Decoder) -> None:
+    """Makes head and embedding one parameter where the config says so.
+
+    To be called again after anything that replaces parameters: materializing, sharding.
+    """
+    if decoder.config.tie_embeddings and decoder.embed is not None and decoder.head is not None:
+        decoder.head.weight = decoder.embed.weight
+
+
+def materialize(decoder: Decoder, *, device: str | torch.device) -> None:
+    """Gives a decoder built on the meta device real, uninitialized memory."""
+    decoder.to_empty(device=device)
+    tie(decoder)
+
+
+def initialize_weights(decoder: Decoder, *, seed: int) -> None:
+    """Random weights that depend on (seed, name) alone, never on layout, order or device."""
+    with torch.no_grad():
+        for module_name, module in decoder.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                full_name = f"{module_name}.{name}"
+                if module is decoder.head and decoder.config.tie_embeddings:
+                    continue
+                parameter.copy_(initial_value(decoder.config, module, full_name, seed=seed))
+
+
+def initial_value(config: ArchitectureConfig, module: nn.Module, name: str, *, seed: int) -> Tensor:
+    """One parameter's whole initial value in fp32 on the host.
+
+    Norm weights start at 1 (stored as 0 where an offset is added), biases at 0, all else is normal
+    with initializer_range as its standard deviation.
+    """
+    shape = module.get_parameter(name.rsplit(".", 1)[1]).shape
+    if isinstance(module, RmsNorm):
+        return torch.full(shape, 1.0 - module.weight_offset)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)
+
+
+def num_parameters(decoder: Decoder) -> int:
+    """Parameters of the model, tied ones once."""
+    return sum(parameter.numel() for parameter in decoder.parameters())

@@ -1,0 +1,115 @@
+"""What leaves the decoder: last rows for sampling, a fused loss for training, log-probabilities.
+
+Legend: T packed tokens, D hidden, V vocabulary, C tokens of one chunk. Logits of all tokens never
+exist at once: with a vocabulary of 128,000 they would outweigh a layer's activations many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class LastTokenReadout:
+    """logits_RV of chosen rows only: prefill pays for one row of the head and not for T."""
+
+    def __init__(self, rows_R: Tensor) -> None:
+        self.rows_R = rows_R
+
+    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+        return head(x_TD[self.rows_R])
+
+
+class LogProbReadout:
+    """logprob_T in fp32 of each token's target, without gradients."""
+
+    def __init__(self, targets_T: Tensor, *, chunk_tokens: int = 512) -> None:
+        self.targets_T = targets_T
+        self.chunk_tokens = chunk_tokens
+
+    @torch.no_grad()
+    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+        parts = []
+        for rows in _chunks(x_TD.shape[0], self.chunk_tokens):
+            logprob_CV = head(x_TD[rows]).float().log_softmax(-1)
+            parts.append(logprob_CV.gather(1, self.targets_T[rows, None])[:, 0])
+        return torch.cat(parts)
+
+
+class LossReadout:
+    """Cross-entropy summed over tokens, each times its weight: a scalar in fp32.
+
+    Divide by the weights of all micro-batches and ranks, not of this one. Gradients of a chunk are
+    formed in the forward pass while its logits exist, so the head's product is never recomputed.
+    """
+
+    def __init__(self, targets_T: Tensor, weights_T: Tensor, *, chunk_tokens: int = 512) -> None:
+        self.targets_T = targets_T
+        self.weights_T = weights_T
+        self.chunk_tokens = chunk_tokens
+
+    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+        dtype = head.weight.dtype
+        if torch.is_autocast_enabled(x_TD.device.type):
+            dtype = torch.get_autocast_dtype(x_TD.device.type)
+        return _ChunkedCrossEntropy.apply(
+            x_TD, head.weight, self.targets_T, self.weights_T, self.chunk_tokens, dtype
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """sum_t w_t * (logsumexp(x_t W^T) - x_t W^T[target_t]), chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        low_weight_VD = weight_VD.to(dtype)
+        x_grad_TD = torch.empty_like(x_TD) if needs_x else None
+        weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        for rows in _chunks(x_TD.shape[0], chunk_tokens):
+            x_CD = x_TD[rows].to(dtype)
+            targets_C1, weights_C1 = targets_T[rows, None], weights_T[rows, None]
+            logprob_CV = (x_CD @ low_weight_VD.t()).float().log_softmax(-1)
+            loss -= (logprob_CV.gather(1, targets_C1) * weights_C1).sum()
+            if not (needs_x or needs_weight):
+                continue
+            logits_grad_CV = logprob_CV.exp_().mul_(weights_C1)
+            logits_grad_CV.scatter_add_(1, targets_C1, -weights_C1)
+            logits_grad_CV = logits_grad_CV.to(dtype)
+            if x_grad_TD is not None:
+                x_grad_TD[rows] = (logits_grad_CV @ low_weight_VD).to(x_TD.dtype)
+            if weight_grad_VD is not None:
+                _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
+        ctx.grads = x_grad_TD, weight_grad_VD
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x_grad_TD, weight_grad_VD = ctx.grads
+        ctx.grads = None, None
+        scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]
+        return *scaled, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed over chunks in total's own precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))

@@ -1,0 +1,69 @@
+"""AdamW over a decoder's parameters, and its state as plain tensors under the parameters' names.
+
+Knows nothing of steps, schedules or files. The names make checkpoints independent of the order of
+parameters and, later, of how they are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from herder.config.run import OptimizerConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> AdamW:
+    """Fused AdamW with two groups: matrices decay; norms, biases and sinks (1-D) do not.
+
+    Decay of gains and biases does not regularize and costs quality. Source: the grouping of
+    Llama-style training code; see arXiv:1706.05350 for why decay of normed weights differs.
+    """
+    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+    """The rate of the next step, in all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_tensors(
+    optimizer: AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """The optimizer's own state tensors, named `<moment>.<parameter>`, allocated where missing.
+
+    Loading copies into them. Before the first step they are zeros, which is what AdamW starts from,
+    so a save at step 0 and a load before any step need no case of their own.
+    """
+    tensors = dict[str, Tensor]()
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for moment in _MOMENTS:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for key in ("step", *_MOMENTS):
+            tensors[f"{key}.{name}"] = state[key]
+    return tensors

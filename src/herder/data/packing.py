@@ -1,14 +1,14 @@
 """Documents into rows of exactly `sequence_length` tokens, and rows into micro-batches.
 
-A document of n tokens makes n - 1 predictions: it is read as tokens[:-1] with targets tokens[1:], cut
-into pieces of at most a row's length (a piece that is continued has its true next token as its last
-target, so no prediction is lost to a cut). Pieces are then placed best-fit, longest first: each goes to
-the row with the least space left that still holds it whole.
+A document of n tokens makes n - 1 predictions: it is read as tokens[:-1] with targets tokens[1:],
+cut into pieces of at most a row's length (a piece that is continued has its true next token as its
+last target, so no prediction is lost to a cut). Pieces are then placed best-fit, longest first:
+each goes to the row with the least space left that still holds it whole.
 
 Why this packing. Joining all documents into one stream and cutting it every so many tokens wastes
 nothing, but it cuts most documents, and truncated documents cost accuracy and make models invent
-context (arXiv:2404.10830, which best-fit packing is from). One document a row keeps documents whole but
-is mostly padding. Best-fit keeps every document whole that fits a row, and pads a percent or less.
+context (arXiv:2404.10830, where best-fit packing is from). One document a row keeps documents whole
+but is mostly padding. Best-fit keeps whole every document that fits a row and pads about a percent.
 The rows are a function of the lengths alone: neither micro-batch size nor world size moves a piece.
 
 Owns placing and assembling; it knows nothing of text, files or the order in which rows are read.
@@ -88,7 +88,11 @@ class PackedRows:
     """A corpus packed into rows of `sequence_length` tokens, any of which can be read at once."""
 
     def __init__(
-        self, tokens: NDArray, document_offsets: NDArray[np.int64], *, sequence_length: int
+        self,
+        tokens: NDArray[np.integer],
+        document_offsets: NDArray[np.int64],
+        *,
+        sequence_length: int,
     ) -> None:
         """`tokens`: all documents end to end, any integer dtype, possibly memory-mapped."""
         self.tokens = tokens
@@ -133,7 +137,7 @@ class PackedRows:
         return _assemble(self.tokens, starts, lengths)
 
 
-def _assemble(tokens: NDArray, starts: list[int], lengths: list[int]) -> MicroBatch:
+def _assemble(tokens: NDArray[np.integer], starts: list[int], lengths: list[int]) -> MicroBatch:
     """A micro-batch of pieces; a start of -1 is padding, which reads token 0 with weight 0."""
     length_P = np.array(lengths)
     start_P = np.array(starts)

@@ -1,0 +1,58 @@
+"""The cache folder outside any project: where it is, and how something gets into it whole.
+
+Owns `~/.cache/herder` (HERDER_CACHE overrides it). What is written there is written to a fresh
+folder and renamed, under a lock, so that concurrent processes build a thing once and no reader ever
+sees half of it. Everything in it can be deleted at any time and is made again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from herder.errors import ResourceError
+
+
+def cache_folder() -> Path:
+    """`$HERDER_CACHE`, else `~/.cache/herder`."""
+    given = os.environ.get("HERDER_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "herder"
+
+
+def build_once(
+    target: Path, build: Callable[[Path], None], *, is_whole: Callable[[Path], bool]
+) -> Path:
+    """`target`, a folder; where it is not whole yet, `build` fills a fresh folder that becomes it.
+
+    Other processes that want the same folder wait for the first one. Raises ResourceError where the
+    cache cannot be written; an error of `build` leaves nothing behind.
+    """
+    if is_whole(target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(f".{target.name}.lock")):
+            if not is_whole(target):
+                _build(target, build)
+    except OSError as error:
+        raise ResourceError(
+            f"The cache folder {cache_folder()} cannot be written: {error.strerror or error}. "
+            "Free some space, or point HERDER_CACHE to another folder."
+        ) from error
+    return target
+
+
+def _build(target: Path, build: Callable[[Path], None]) -> None:
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        build(fresh)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.chmod(0o755)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

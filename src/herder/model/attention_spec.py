@@ -7,14 +7,16 @@ from typing import Literal
 
 from torch import Tensor
 
+MaskKind = Literal["full", "sliding", "chunked"]
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """What one layer's attention computes, apart from its weights."""
 
-    kind: Literal["full", "sliding", "chunked"]
-    window: int | None
-    """sliding: keys a query sees, itself included. chunked: length of a chunk."""
+    kind: MaskKind
+    window: int
+    """sliding: keys a query sees, itself included. chunked: length of a chunk. full: 0."""
     scale: float
     """Multiplies q.k."""
 

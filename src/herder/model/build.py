@@ -1,4 +1,4 @@
-"""From a record to a model: on the meta device, then real, with weights that depend on names only."""
+"""From a record to a model: on the meta device, then real; weights depend on names alone."""
 
 from __future__ import annotations
 

@@ -117,9 +117,9 @@ class _LayerCache(Attend):
 
 def first_visible(spec: AttentionSpec, position: int) -> int:
     """The first key that a query at `position`, or any later one, may see."""
-    if spec.kind == "sliding" and spec.window is not None:
+    if spec.kind == "sliding":
         return max(0, position - spec.window + 1)
-    if spec.kind == "chunked" and spec.window is not None:
+    if spec.kind == "chunked":
         return position // spec.window * spec.window
     return 0
 

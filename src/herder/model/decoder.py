@@ -31,8 +31,9 @@ class Embedding(nn.Embedding):
         super().__init__(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         self.scale = config.embedding_scale
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
-        x_TD = super().forward(tokens_T)
+    def forward(self, input: Tensor) -> Tensor:
+        """[T] ids to x_TD."""
+        x_TD = super().forward(input)
         if self.scale == 1.0:
             return x_TD
         return x_TD * torch.tensor(self.scale, dtype=self.weight.dtype, device=x_TD.device)

@@ -38,4 +38,6 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "quick_gelu":
             return x * torch.sigmoid(1.702 * x)
+        case _:
+            pass
     raise ModelError(f"activation={kind!r} belongs to experts, not to a dense feed-forward")

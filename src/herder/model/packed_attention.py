@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from herder.model.attention_spec import AttentionSpec
+from herder.model.attention_spec import AttentionSpec, MaskKind
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,7 +32,7 @@ def packed_attention(
     """
     if q_TNH.device.type == "cuda":
         return _sdpa_documents(q_TNH, k_TKH, v_TKH, bounds, spec)
-    out_TNH, _ = _forward(q_TNH, k_TKH, v_TKH, bounds, spec.kind, spec.window or 0, spec.scale)
+    out_TNH, _ = _forward(q_TNH, k_TKH, v_TKH, bounds, spec.kind, spec.window, spec.scale)
     return out_TNH
 
 
@@ -50,7 +51,7 @@ def runs(bounds: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, int, int]
 
 def _lengths(bounds: Tensor, spec: AttentionSpec) -> Iterator[int]:
     for start, end in pairwise(bounds.tolist()):
-        if spec.kind != "chunked" or spec.window is None:
+        if spec.kind != "chunked":
             yield end - start
             continue
         whole, rest = divmod(end - start, spec.window)
@@ -61,7 +62,7 @@ def _lengths(bounds: Tensor, spec: AttentionSpec) -> Iterator[int]:
 
 def sliding_bias(length: int, spec: AttentionSpec, like: Tensor) -> Tensor | None:
     """0 or -inf, [L, L] in the activations' dtype, where a window is narrower than the document."""
-    if spec.kind != "sliding" or spec.window is None or length <= spec.window:
+    if spec.kind != "sliding" or length <= spec.window:
         return None
     position_L = torch.arange(length, device=like.device)
     allowed_LL = spec.allows(position_L[:, None], position_L)
@@ -103,7 +104,7 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out_TNH, logsumexp_TN in fp32)."""
-    spec = AttentionSpec(kind, window or None, scale)
+    spec = AttentionSpec(cast("MaskKind", kind), window, scale)
     num_heads = q_TNH.shape[1]
     k_TNH, v_TNH = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKH, num_heads)
     out_TNH = q_TNH.new_empty(q_TNH.shape)
@@ -131,7 +132,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q_TNH, k_TKH and v_TKH."""
-    spec = AttentionSpec(kind, window or None, scale)
+    spec = AttentionSpec(cast("MaskKind", kind), window, scale)
     num_heads = q_TNH.shape[1]
     k_TNH, v_TNH = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKH, num_heads)
     grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q_TNH, k_TNH, v_TNH)]
@@ -155,23 +156,24 @@ def _sum_groups(grad_TNH: Tensor, like_TKH: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(q_TNH, k_TKH, v_TKH, bounds, kind, window, scale):
-    del k_TKH, v_TKH, bounds, kind, window, scale
+def _forward_shapes(q_TNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
 
 
 @_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_TN, bounds, kind, window, scale):
-    del grad_TNH, out_TNH, logsumexp_TN, bounds, kind, window, scale
+def _backward_shapes(
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    del grad_TNH
     return tuple(x.new_empty(x.shape) for x in (q_TNH, k_TKH, v_TKH))
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q_TNH, k_TKH, v_TKH, bounds, *ctx.spec = inputs
     ctx.save_for_backward(q_TNH, k_TKH, v_TKH, *output, bounds)
 
 
-def _differentiate(ctx, grad_TNH: Tensor, _: Tensor):
+def _differentiate(ctx: Any, grad_TNH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_TN, bounds = ctx.saved_tensors
     grads = _backward(
         grad_TNH.contiguous(), q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_TN, bounds, *ctx.spec

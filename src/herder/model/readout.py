@@ -7,6 +7,7 @@ exist at once: with a vocabulary of 128,000 they would outweigh a layer's activa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """sum_t w_t * (logsumexp(x_t W^T) - x_t W^T[target_t]), chunk by chunk."""
 
     @staticmethod
-    def forward(
-        ctx,
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
         x_TD: Tensor,
         weight_VD: Tensor,
         targets_T: Tensor,
@@ -95,7 +96,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x_grad_TD, weight_grad_VD = ctx.grads
         ctx.grads = None, None
         scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]

@@ -3,9 +3,10 @@
 Legend: T tokens, N heads, H head dim, R rotated pairs (rotary_dim / 2). Tables are fp32 and plain
 attributes, not buffers: `.to(bfloat16)` must not reach them, for positions past 256 would collide.
 
-Two kinds depend on how long the text is, past the original window, as in transformers: dynamic stretches theta by the length of the token's document when the forward runs, longrope takes
-its long factors once that length passes the original window. Other documents of the same forward
-play no part, and keys already cached keep the angles they were written with.
+Two kinds depend on how long the text is once it passes the original window, as in transformers:
+dynamic stretches theta by the length of the token's document at the time of the forward, longrope
+takes its long factors. Other documents of the same forward play no part, and keys already cached
+keep the angles they were written with.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""Finds family files by themselves and picks the one a config.json belongs to.
+
+Adding a family is adding a file with a `FAMILIES` tuple: nothing here names one. Importing this
+imports no torch and no transformers, for planning starts with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+import herder.families
+from herder.config.architecture import ArchitectureConfig
+from herder.errors import ConfigError, ModelError, close_match
+from herder.families.family import Family
+
+__all__ = ["Family", "architecture_from_hf", "architecture_to_hf", "families", "family_of"]
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families by name, found in this package's files."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(herder.families.__path__):
+        listed = getattr(importlib.import_module(f"herder.families.{module.name}"), "FAMILIES", ())
+        for family in listed:
+            assert family.name not in found, f"two families are called {family.name}"
+            found[family.name] = family
+    return found
+
+
+def family_named(name: str) -> Family:
+    """A family by its name. Raises ModelError with a close match."""
+    family = families().get(name)
+    if family is None:
+        raise ModelError(f"family {name!r} is not known. {close_match(name, families())}")
+    return family
+
+
+def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> Family:
+    """The family that claims a config.json, by its model_type and architectures.
+
+    Raises ModelError that names what the config says when no family claims it, and when the class
+    is not a plain language model of its family (a classifier, a bare trunk).
+    """
+    model_type = config_json.get("model_type")
+    architectures = config_json.get("architectures") or []
+    if model_type is None and not architectures:
+        raise ModelError(f"{name}: config.json has neither model_type nor architectures.")
+    for family in families().values():
+        if model_type not in (family.name, None):
+            continue
+        if not architectures or architectures[0] in family.architectures:
+            return family
+    raise ModelError(_unsupported(name, model_type, architectures))
+
+
+def _unsupported(name: str, model_type: Any, architectures: Any) -> str:
+    claimed = [each for family in families().values() for each in family.architectures]
+    wanted = f"architectures={architectures!r}" if architectures else "no architectures"
+    return (
+        f"{name}: model_type={model_type!r} with {wanted} is not supported. "
+        f"Supported: {', '.join(sorted(claimed))}."
+    )
+
+
+def architecture_from_hf(config_json: Mapping[str, Any], *, name: str) -> ArchitectureConfig:
+    """The architecture a config.json describes; `name` is for messages.
+
+    Strict: every key is consumed or known not to matter. Raises ConfigError that lists all
+    problems, ModelError where the family is not supported or the weights are quantized.
+    """
+    family = family_of(config_json, name=name)
+    try:
+        return family.from_hf(config_json, name)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{name}: config.json does not describe a model.\n  {_told(error)}"
+        ) from None
+
+
+def architecture_to_hf(architecture: ArchitectureConfig, *, family: str) -> dict[str, Any]:
+    """A config.json of that family that transformers loads and that reads back as the same record.
+
+    Raises ModelError when the family's class cannot express the architecture.
+    """
+    chosen = family_named(family)
+    config = {
+        "architectures": [chosen.architectures[0]],
+        "model_type": chosen.name,
+        **chosen.to_hf(architecture),
+    }
+    back = chosen.from_hf(config, f"a {family} config.json")
+    if back != architecture:
+        raise ModelError(
+            f"family {family!r} cannot express this architecture: its config.json would not keep "
+            f"{', '.join(_differing(back, architecture))}."
+        )
+    return config
+
+
+def _differing(a: ArchitectureConfig, b: ArchitectureConfig) -> list[str]:
+    return [name for name in type(a).model_fields if getattr(a, name) != getattr(b, name)]
+
+
+def _told(error: ValidationError) -> str:
+    return "\n  ".join(
+        ".".join(map(str, each["loc"])) + ": " + each["msg"].removeprefix("Value error, ")
+        if each["loc"]
+        else each["msg"].removeprefix("Value error, ")
+        for each in error.errors()
+    )

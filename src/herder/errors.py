@@ -10,6 +10,8 @@
     │   ├── CheckpointError  a run directory or checkpoint that cannot be written, read or used
     │   ├── RequestError     one generation request
     │   └── ResourceError    a port, disk, device or optional package
+    │       ├── OverloadedError   the queue of requests is full: try again later
+    │       └── UnavailableError  the server is loading, draining or gone
     └── CheckFailedError     exit 1: a comparison that was asked for did not hold
 
 A message says where, what was given, which rule it breaks with the numbers, and what would do.
@@ -67,6 +69,14 @@ class RequestError(UserError):
 
 class ResourceError(UserError):
     """A port, disk, device or optional package is not there or not free."""
+
+
+class OverloadedError(ResourceError):
+    """The queue of requests is full; the same request may be accepted later."""
+
+
+class UnavailableError(ResourceError):
+    """The server is loading, draining or gone."""
 
 
 class CheckFailedError(HerderError):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from herder.data.packages import cached
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PIP_NO_INDEX"] = "1"
@@ -35,6 +37,18 @@ def no_network() -> None:
 def repository() -> Path:
     """The root of the working tree."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real small model; an error that names the command where it was not fetched."""
+    return cached("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def wikipedia_leads() -> Path:
+    """The demonstration corpus; an error that names the command where it was not fetched."""
+    return cached("wikipedia-leads")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

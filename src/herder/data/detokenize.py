@@ -1,0 +1,73 @@
+"""Text from token ids as they come, never half a character.
+
+The rule that makes streaming exact: text is let out only where no later token can change it, so
+the pieces joined are the decoded whole. Owns that rule; which ids there are is the tokenizer's
+business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_NUM_CONTEXT_TOKENS = 8
+"""How far back a decoder looks: a character has at most 4 bytes, so at most 4 tokens."""
+
+
+class Decodes(Protocol):
+    """What is needed of a tokenizer."""
+
+    byte_token_ids: frozenset[int]
+    """Tokens of single bytes: a run of them is decoded as a whole, by the rule of byte fallback."""
+    special_token_ids: frozenset[int]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """One growing answer. `add` a token and get the text that it completes, `finish` for the rest.
+
+    Held back are an unfinished character and, for tokenizers with byte fallback, an unfinished run
+    of byte tokens, because one bad byte turns the whole run into replacement characters.
+    """
+
+    def __init__(
+        self, tokenizer: Decodes, *, context: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        """`context`: the prompt's ids, so that a space between prompt and answer is not lost."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # A skipped token shows nothing, and bytes on both sides of it are one run.
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._held_ids = tokenizer.byte_token_ids | skipped
+        start = max(len(context) - _NUM_CONTEXT_TOKENS, 0)
+        while start and context[start] in tokenizer.byte_token_ids:
+            start -= 1
+        self._window = list(context[start:])
+        self._num_shown_tokens = len(self._window)
+        self._shown = self._decode(self._window).rstrip(_REPLACEMENT)
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now and was not before; may be empty."""
+        self._window.append(token_id)
+        if token_id in self._held_ids:
+            return ""
+        text = self._decode(self._window)
+        if len(text) <= len(self._shown) or text.endswith(_REPLACEMENT):
+            return ""
+        new = text[len(self._shown) :]
+        # The tokens just shown stay as context: some decoders treat a first token differently.
+        self._window = self._window[self._num_shown_tokens :]
+        self._num_shown_tokens = len(self._window)
+        self._shown = self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        """What was held back; unfinished characters come out as U+FFFD."""
+        text = self._decode(self._window)
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,0 +1,145 @@
+"""A run directory: where its checkpoints lie, which is the newest good one, what may be deleted.
+
+    run_directory/
+        config.yaml plan.json experiment_meta.json events.jsonl
+        checkpoints/step-00000123/      whole, or it does not have this name
+
+Nothing points at the newest checkpoint: it is found, so no pointer can be wrong. Imports no torch,
+so that a run directory can be resolved and listed at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from herder.checkpoint.manifest import verify_manifest
+from herder.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+_STEP = re.compile(r"step-(\d{8,})")
+_UNFINISHED = (".writing-", ".deleting-")
+
+
+def checkpoint_path(run_directory: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies once it is whole."""
+    return run_directory / CHECKPOINTS / f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many steps were done when it was written; from its name alone."""
+    match = _STEP.fullmatch(checkpoint.name)
+    assert match, f"not a checkpoint's name: {checkpoint}"
+    return int(match.group(1))
+
+
+def list_checkpoints(run_directory: Path) -> list[Path]:
+    """Folders with a checkpoint's name, oldest first. Some may be damaged (newest_checkpoint)."""
+    folder = run_directory / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(
+    run_directory: Path,
+    *,
+    reads_contents: bool = False,
+    on_damaged: Callable[[Path, CheckpointError], None] = lambda _path, _error: None,
+) -> Path | None:
+    """The newest checkpoint that its manifest confirms, or None if there never was one.
+
+    Damaged ones are passed over after `on_damaged` was told. Raises CheckpointError if there are
+    checkpoints and all are damaged: starting anew in silence would lose a run.
+    """
+    candidates = list_checkpoints(run_directory)[::-1]
+    problems = list[str]()
+    for path in candidates:
+        try:
+            verify_manifest(path, reads_contents=reads_contents)
+            return path
+        except CheckpointError as error:
+            problems.append(str(error))
+            on_damaged(path, error)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(
+            f"{run_directory}: no checkpoint can be used, all {len(problems)} are damaged:\n"
+            f"{listed}\nTo start anew, move {run_directory / CHECKPOINTS} away."
+        )
+    return None
+
+
+def keep_newest(run_directory: Path, *, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints; renamed first, so none looks whole."""
+    for path in list_checkpoints(run_directory)[:-keep_last]:
+        remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete one checkpoint in such an order that a crash leaves no half one under its name."""
+    doomed = path.with_name(f".deleting-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it is no longer one, and keep it for a person to look at.
+
+    Otherwise it would be tried at every start, and counted as one of those to keep.
+    """
+    aside = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
+def fresh_folder(final: Path) -> Path:
+    """An empty folder beside `final`, to be filled and then renamed to it."""
+    folder = final.with_name(f".writing-{final.name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def remove_unfinished(run_directory: Path) -> None:
+    """Delete what a killed process left half written or half deleted. Hold the lock."""
+    folder = run_directory / CHECKPOINTS
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(run_directory: Path) -> Generator[None]:
+    """Hold the run directory for this process; the system lets go when the process ends.
+
+    Raises CheckpointError when another process trains there or the folder cannot be made.
+    """
+    try:
+        run_directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(
+            f"run_directory: {run_directory} cannot be written: {error.strerror}."
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            raise CheckpointError(
+                f"run_directory: another process (id {owner}) is training in {run_directory}. "
+                "Stop it, or give this run --set run_directory=runs/another."
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

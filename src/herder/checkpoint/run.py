@@ -1,0 +1,220 @@
+"""Checkpoints of a run: everything a step depends on, saved whole or not at all, loaded in place.
+
+A checkpoint folder is also a model folder: config.json, the tokenizer's files and model.safetensors
+under our parameter names. Knows tensors by name only: neither the loop nor how state is sharded.
+
+    step-00000123/
+        model.safetensors  optimizer.safetensors     tensors by name
+        train_state.json                             step, data position, schedule, random states
+        experiment_meta.json                         config, its hash, plan, commit, versions
+        config.json tokenizer.json ...               what makes it loadable as a model
+        manifest.json                                sizes and sha256 of all of these, written last
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue, NonNegativeInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from herder.checkpoint.directory import (
+    checkpoint_path,
+    fresh_folder,
+    keep_newest,
+    remove_checkpoint,
+)
+from herder.checkpoint.manifest import verify_manifest, write_manifest
+from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
+from herder.checkpoint.random_state import capture_random_state, restore_random_state
+from herder.config.record import Record
+from herder.errors import CheckpointError
+from herder.units import format_gb
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+TRAIN_STATE = "train_state.json"
+_LISTED = 8
+
+
+class DataPosition(Record):
+    """Where in the data the run is: batches are a pure function of these two numbers."""
+
+    seed: NonNegativeInt
+    step: NonNegativeInt
+
+
+class Progress(Record):
+    """How far a run is. The next step to do is `step`, counted from 0."""
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    """Tokens with a target that were learned from so far."""
+    data: DataPosition
+    schedule: dict[str, JsonValue]
+    """The schedule that was followed; its value is a function of the step alone."""
+
+
+class _TrainState(Record):
+    progress: Progress
+    random: dict[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class TrainTensors:
+    """The tensors of a run by name. They are live: saving reads them, loading copies into them."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is whole and under its final name."""
+
+    path: Path
+    num_bytes: int
+
+
+def save_checkpoint(
+    run_directory: Path,
+    tensors: TrainTensors,
+    *,
+    progress: Progress,
+    meta: ExperimentMeta,
+    model_files: Mapping[str, bytes],
+    keep_last: int,
+) -> SavedCheckpoint:
+    """Write `checkpoints/step-<step>` and then delete all but the newest `keep_last`.
+
+    Everything goes to a fresh folder that is renamed when complete. Raises CheckpointError when it
+    cannot be written (a full disk): nothing half-written stays, earlier checkpoints are untouched.
+    """
+    final = checkpoint_path(run_directory, progress.step)
+    try:
+        folder = fresh_folder(final)
+        try:
+            num_bytes = _write(folder, tensors, progress, meta, model_files)
+            if final.exists():
+                remove_checkpoint(final)
+            folder.rename(final)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        keep_newest(run_directory, keep_last=keep_last)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_cannot_write(final, tensors, error)) from error
+    return SavedCheckpoint(final, num_bytes)
+
+
+def load_checkpoint(
+    checkpoint: Path, tensors: TrainTensors, *, architecture: Mapping[str, Any]
+) -> Progress:
+    """Copy a checkpoint into live tensors, set the random states, and say where the run is.
+
+    Raises CheckpointError for a checkpoint of another architecture (with what differs), a damaged
+    one, or one whose tensors are not exactly those asked for; then nothing was copied.
+    """
+    refuse_other_architecture(checkpoint, architecture)
+    verify_manifest(checkpoint, reads_contents=False)
+    state = _read_train_state(checkpoint)
+    wanted = {MODEL: tensors.model, OPTIMIZER: tensors.optimizer}
+    problems = [
+        problem for name, live in wanted.items() for problem in _misfits(checkpoint / name, live)
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        listed = "\n".join(f"  {problem}" for problem in problems[:_LISTED])
+        raise CheckpointError(f"{checkpoint} does not fit this model:\n{listed}{more}")
+    for name, live in wanted.items():
+        _copy_into(live, checkpoint / name)
+    restore_random_state(state.random)
+    return state.progress
+
+
+def refuse_other_architecture(checkpoint: Path, architecture: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with what differs, if the checkpoint is of another architecture."""
+    differing = differing_keys(read_meta(checkpoint).architecture, architecture)
+    if not differing:
+        return
+    lines = [f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in differing.items()]
+    more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    raise CheckpointError(
+        f"{checkpoint} is of another architecture:\n" + "\n".join(lines[:_LISTED]) + more
+    )
+
+
+def _write(
+    folder: Path,
+    tensors: TrainTensors,
+    progress: Progress,
+    meta: ExperimentMeta,
+    model_files: Mapping[str, bytes],
+) -> int:
+    for name, live in ((MODEL, tensors.model), (OPTIMIZER, tensors.optimizer)):
+        stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}
+        save_file(stored, folder / name, metadata={"format": "pt"})
+    state = _TrainState(progress=progress, random=capture_random_state())
+    (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
+    write_meta(meta, folder)
+    for name, content in model_files.items():
+        (folder / name).write_bytes(content)
+    return write_manifest(folder).num_bytes
+
+
+def _cannot_write(final: Path, tensors: TrainTensors, error: Exception) -> str:
+    needed = sum(
+        tensor.nbytes for live in (tensors.model, tensors.optimizer) for tensor in live.values()
+    )
+    free = "unknown"
+    existing = next((parent for parent in final.parents if parent.exists()), None)
+    if existing is not None:
+        status = os.statvfs(existing)
+        free = format_gb(status.f_bavail * status.f_frsize)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (
+        f"{final} could not be written: {reason}. It needs {format_gb(needed)}, free: {free}. "
+        "Nothing half-written was left; earlier checkpoints are untouched. Make room or lower "
+        "checkpoint.keep_last, then run the same command to go on from the newest one."
+    )
+
+
+def _read_train_state(checkpoint: Path) -> _TrainState:
+    path = checkpoint / TRAIN_STATE
+    try:
+        return _TrainState.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def _misfits(path: Path, live: Mapping[str, Tensor]) -> list[str]:
+    """Names, shapes and dtypes in which a file and the live tensors differ."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            problems = [f"{path.name}: {name} is missing" for name in live.keys() - stored.keys()]
+            problems += [f"{path.name}: {name} is extra" for name in stored.keys() - live.keys()]
+            for name in live.keys() & stored.keys():
+                shape = tuple(stored[name].get_shape())
+                if shape != tuple(live[name].shape):
+                    wanted = tuple(live[name].shape)
+                    problems.append(f"{path.name}: {name} is {shape}, wanted {wanted}")
+            return sorted(problems)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+@torch.no_grad()
+def _copy_into(live: Mapping[str, Tensor], path: Path) -> None:
+    """One tensor at a time, so that no second copy of the state is ever in memory."""
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in live.items():
+            tensor.copy_(file.get_tensor(name))

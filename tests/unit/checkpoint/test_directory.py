@@ -1,0 +1,114 @@
+"""A run directory: the newest good checkpoint is found, never pointed at."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from herder.checkpoint.directory import (
+    checkpoint_path,
+    fresh_folder,
+    keep_newest,
+    list_checkpoints,
+    locked,
+    newest_checkpoint,
+    remove_unfinished,
+    set_aside,
+    step_of,
+)
+from herder.checkpoint.manifest import write_manifest
+from herder.errors import CheckpointError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (9, 10, 100_000_000):
+        folder = checkpoint_path(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "state").write_bytes(bytes(step % 251))
+        write_manifest(folder)
+    return tmp_path
+
+
+def test_checkpoints_are_listed_by_step_and_not_by_name(run: Path) -> None:
+    assert [step_of(path) for path in list_checkpoints(run)] == [9, 10, 100_000_000]
+    assert newest_checkpoint(run) == checkpoint_path(run, 100_000_000)
+
+
+def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "absent") is None
+
+
+def test_a_damaged_newest_is_told_and_the_one_before_is_used(run: Path) -> None:
+    (checkpoint_path(run, 100_000_000) / "state").write_bytes(b"short")
+    (checkpoint_path(run, 10) / "manifest.json").unlink()
+    told = list[int]()
+    found = newest_checkpoint(run, on_damaged=lambda path, _: told.append(step_of(path)))
+    assert found == checkpoint_path(run, 9)
+    assert told == [100_000_000, 10]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(run: Path) -> None:
+    for path in list_checkpoints(run):
+        (path / "state").unlink()
+    with pytest.raises(CheckpointError, match="all 3 are damaged") as caught:
+        newest_checkpoint(run)
+    assert str(caught.value).count("state is missing") == 3
+
+
+def test_a_checkpoint_set_aside_is_kept_but_no_longer_found(run: Path) -> None:
+    aside = set_aside(checkpoint_path(run, 100_000_000))
+    assert (aside / "state").exists()
+    assert newest_checkpoint(run) == checkpoint_path(run, 10)
+
+
+def test_only_the_newest_are_kept(run: Path) -> None:
+    keep_newest(run, keep_last=2)
+    assert [step_of(path) for path in list_checkpoints(run)] == [10, 100_000_000]
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(run: Path) -> None:
+    half = fresh_folder(checkpoint_path(run, 11))
+    (half / "state").write_bytes(b"half")
+    assert len(list_checkpoints(run)) == 3
+    remove_unfinished(run)
+    assert not half.exists()
+    assert len(list_checkpoints(run)) == 3
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from herder.checkpoint.directory import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(CheckpointError, match=f"id {child.pid}"), locked(tmp_path):
+        pass
+    child.kill()
+    child.communicate()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"), locked(tmp_path / "file"):
+        pass
+
+
+def test_finding_a_checkpoint_imports_no_torch() -> None:
+    program = (
+        "import sys; import herder.checkpoint.directory, herder.checkpoint.metadata\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

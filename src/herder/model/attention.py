@@ -18,6 +18,7 @@ from herder.config.architecture import (
 )
 from herder.model.attend import Attend
 from herder.model.attention_spec import AttentionSpec
+from herder.model.linear import Linear
 from herder.model.norm import RmsNorm, rms
 from herder.model.rope import RotaryTables, rotate
 
@@ -51,11 +52,11 @@ class Attention(nn.Module):
         key_dim = attention.num_key_value_heads * attention.head_dim
         made = {"device": device, "dtype": dtype}
 
-        def project(out_dim: int) -> nn.Linear:
-            return nn.Linear(config.hidden_size, out_dim, bias=attention.qkv_bias, **made)
+        def project(out_dim: int) -> Linear:
+            return Linear(config.hidden_size, out_dim, bias=attention.qkv_bias, **made)
 
         self.query, self.key, self.value = project(query_dim), project(key_dim), project(key_dim)
-        self.output = nn.Linear(query_dim, config.hidden_size, bias=attention.output_bias, **made)
+        self.output = Linear(query_dim, config.hidden_size, bias=attention.output_bias, **made)
         widths = {"head": (attention.head_dim,) * 2, "projection": (query_dim, key_dim)}
         query_width, key_width = widths.get(attention.qk_norm, (None, None))
         self.query_norm = _norm(query_width, config.norm, device, dtype)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.model.attend import Attend
 from herder.model.attention import Attention, TokenPlaces
+from herder.model.linear import Linear
 from herder.model.mlp import Mlp
 from herder.model.norm import RmsNorm
 from herder.model.rope import Rope
 
-Readout = Callable[[Tensor, nn.Linear], Any]
+Readout = Callable[[Tensor, Linear], Any]
 
 
 class Embedding(nn.Embedding):
@@ -85,9 +86,7 @@ class Decoder(nn.Module):
             }
         )
         self.norm: RmsNorm | None = RmsNorm(config.hidden_size, config.norm, **made)
-        self.head: nn.Linear | None = nn.Linear(
-            config.hidden_size, config.vocab_size, bias=False, **made
-        )
+        self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, bias=False, **made)
 
     def forward(
         self,

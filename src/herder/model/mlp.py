@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from herder.config.architecture import Activation, MlpConfig
 from herder.errors import ModelError
+from herder.model.linear import Linear
 
 
 class Mlp(nn.Module):
@@ -19,9 +20,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation = config.activation
         made = {"bias": config.bias, "device": device, "dtype": dtype}
-        self.gate = nn.Linear(hidden_size, config.intermediate_size, **made)
-        self.up = nn.Linear(hidden_size, config.intermediate_size, **made)
-        self.down = nn.Linear(config.intermediate_size, hidden_size, **made)
+        self.gate = Linear(hidden_size, config.intermediate_size, **made)
+        self.up = Linear(hidden_size, config.intermediate_size, **made)
+        self.down = Linear(config.intermediate_size, hidden_size, **made)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down(activate(self.gate(x_TD), self.activation) * self.up(x_TD))

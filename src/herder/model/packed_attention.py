@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from herder.model.attention_spec import AttentionSpec, MaskKind
+from herder.model.linear import multiplies_bf16
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -89,6 +90,13 @@ def _sdpa_documents(
     return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
+def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In fp32 where this processor would have to emulate bf16 products."""
+    if tensors[0].dtype != torch.bfloat16 or multiplies_bf16():
+        return tensors
+    return tuple(tensor.float() for tensor in tensors)
+
+
 def _repeat_heads(x_TKH: Tensor, num_heads: int) -> Tensor:
     return x_TKH.repeat_interleave(num_heads // x_TKH.shape[1], dim=1)
 
@@ -105,9 +113,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(out_TNH, logsumexp_TN in fp32)."""
     spec = AttentionSpec(cast("MaskKind", kind), window, scale)
-    num_heads = q_TNH.shape[1]
-    k_TNH, v_TNH = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKH, num_heads)
-    out_TNH = q_TNH.new_empty(q_TNH.shape)
+    dtype = q_TNH.dtype
+    q_TNH, k_TKH, v_TKH = _widen(q_TNH, k_TKH, v_TKH)
+    k_TNH, v_TNH = _repeat_heads(k_TKH, q_TNH.shape[1]), _repeat_heads(v_TKH, q_TNH.shape[1])
+    out_TNH = torch.empty(q_TNH.shape, dtype=dtype)
     logsumexp_TN = torch.empty(q_TNH.shape[:2], dtype=torch.float32)
     for tokens, num_documents, length in runs(bounds, spec):
         q, k, v = (_as_batch(x[tokens], num_documents, length) for x in (q_TNH, k_TNH, v_TNH))
@@ -133,9 +142,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q_TNH, k_TKH and v_TKH."""
     spec = AttentionSpec(cast("MaskKind", kind), window, scale)
-    num_heads = q_TNH.shape[1]
-    k_TNH, v_TNH = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKH, num_heads)
-    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q_TNH, k_TNH, v_TNH)]
+    dtype = q_TNH.dtype
+    grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH = _widen(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH)
+    k_TNH, v_TNH = _repeat_heads(k_TKH, q_TNH.shape[1]), _repeat_heads(v_TKH, q_TNH.shape[1])
+    grads = [torch.empty(x.shape, dtype=dtype) for x in (q_TNH, k_TNH, v_TNH)]
     saved = (grad_TNH, q_TNH, k_TNH, v_TNH, out_TNH, logsumexp_TN)
     for tokens, num_documents, length in runs(bounds, spec):
         grad, q, k, v, out, lse = (_as_batch(x[tokens], num_documents, length) for x in saved)

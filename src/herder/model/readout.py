@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from herder.model.linear import multiplies_bf16, product_dtype
+
 
 class LastTokenReadout:
     """logits_RV of chosen rows only: prefill pays for one row of the head and not for T."""
@@ -52,9 +54,9 @@ class LossReadout:
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
-        dtype = head.weight.dtype
-        if torch.is_autocast_enabled(x_TD.device.type):
-            dtype = torch.get_autocast_dtype(x_TD.device.type)
+        dtype = product_dtype(x_TD)
+        if dtype == torch.bfloat16 and x_TD.device.type == "cpu" and not multiplies_bf16():
+            dtype = torch.float32
         return _ChunkedCrossEntropy.apply(
             x_TD, head.weight, self.targets_T, self.weights_T, self.chunk_tokens, dtype
         )

@@ -70,3 +70,16 @@ def test_the_custom_operator_keeps_its_contract_with_the_compiler():
 
 def test_the_length_of_each_tokens_document_is_known():
     assert PackedAttend([2, 3]).context_T().tolist() == [2, 2, 3, 3, 3]
+
+
+def test_packed_attention_in_bf16_keeps_its_dtype_and_stays_near_fp32():
+    lengths = [7, 7, 3]
+    qkv = random_qkv(17)
+    exact = PackedAttend(lengths)(*qkv, SPECS[2])
+    exact_grads = torch.autograd.grad(exact.sum(), qkv)
+    low_qkv = [x.detach().bfloat16().requires_grad_() for x in qkv]
+    low = PackedAttend(lengths)(*low_qkv, SPECS[2])
+    low_grads = torch.autograd.grad(low.sum(), low_qkv)
+    for expected, actual in zip([exact, *exact_grads], [low, *low_grads], strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, atol=0.06, rtol=0.05)

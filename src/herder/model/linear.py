@@ -1,0 +1,74 @@
+"""Linear layers, on processors with and without bf16 arithmetic.
+
+Legend: T tokens, I input dim, O output dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+FEW_ROWS = 8
+"""Up to here a product is bound by reading the weights, which are half as wide in bf16."""
+
+
+class Linear(nn.Linear):
+    """x W^T + b.
+
+    In bf16 on a processor without bf16 multiplication the products are taken in fp32: two bf16
+    numbers multiply exactly there, and emulating the instruction takes several times as long.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, I] to [T, O]."""
+        widened = input.device.type == "cpu" and input.shape[0] > FEW_ROWS
+        if widened and product_dtype(input) == torch.bfloat16 and not multiplies_bf16():
+            return _WideProduct.apply(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x is computed in: autocast's dtype where it is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies bf16 matrices itself (AVX512, AMX or Arm BF16)."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class _WideProduct(torch.autograd.Function):
+    """bf16 in, bf16 out and kept for the backward pass; fp32 between."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
+    ) -> Tensor:
+        low_x_TI = x_TI.bfloat16()
+        ctx.save_for_backward(low_x_TI, weight_OI, bias_O)
+        ctx.x_dtype = x_TI.dtype
+        bias_O = None if bias_O is None else bias_O.float()
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(low_x_TI.float(), weight_OI.float(), bias_O).bfloat16()
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, grad_TO: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        low_x_TI, weight_OI, bias_O = ctx.saved_tensors
+        wide_grad_TO = grad_TO.float()
+        x_grad = weight_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = (wide_grad_TO @ weight_OI.float()).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            weight_grad = (wide_grad_TO.t() @ low_x_TI.float()).to(weight_OI.dtype)
+        if bias_O is not None and ctx.needs_input_grad[2]:
+            bias_grad = wide_grad_TO.sum(0).to(bias_O.dtype)
+        return x_grad, weight_grad, bias_grad

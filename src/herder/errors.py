@@ -12,6 +12,7 @@
     │   └── ResourceError    a port, disk, device or optional package
     │       ├── OverloadedError   the queue of requests is full: try again later
     │       └── UnavailableError  the server is loading, draining or gone
+    ├── TrainingError        exit 1: a run cannot go on: its loss is not finite, for example
     └── CheckFailedError     exit 1: a comparison that was asked for did not hold
 
 A message says where, what was given, which rule it breaks with the numbers, and what would do.
@@ -77,6 +78,12 @@ class OverloadedError(ResourceError):
 
 class UnavailableError(ResourceError):
     """The server is loading, draining or gone."""
+
+
+class TrainingError(HerderError):
+    """A run cannot go on, though nothing it was given is wrong in itself."""
+
+    exit_status = 1
 
 
 class CheckFailedError(HerderError):

@@ -46,8 +46,10 @@ _LISTED = 8
 
 
 class DataPosition(Record):
-    """Where in the data the run is: batches are a pure function of these two numbers."""
+    """Where in the data the run is: batches are a pure function of corpus, seed and step."""
 
+    corpus: str
+    """The fingerprint of the tokenized documents."""
     seed: NonNegativeInt
     step: NonNegativeInt
 

@@ -63,7 +63,7 @@ def save(run: Path, state: TrainTensors, *, step: int, keep_last: int = 3) -> Sa
     progress = Progress(
         step=step,
         tokens=step * 10,
-        data=DataPosition(seed=0, step=step),
+        data=DataPosition(corpus="c", seed=0, step=step),
         schedule={"kind": "constant"},
     )
     files = {"config.json": b"{}"}
@@ -193,7 +193,10 @@ def test_a_save_that_cannot_be_written_leaves_nothing_and_spares_earlier_ones(
             tmp_path,
             big,
             progress=Progress(
-                step=2, tokens=0, data=DataPosition(seed=0, step=2), schedule={"kind": "constant"}
+                step=2,
+                tokens=0,
+                data=DataPosition(corpus="c", seed=0, step=2),
+                schedule={"kind": "constant"},
             ),
             meta=meta(2),
             model_files={"tokenizer.json": bytes(10_000)},
@@ -236,7 +239,7 @@ class Endless(dict):
         time.sleep(600)
 t.save(Path(sys.argv[1]), t.tensors(seed=1), step=1)
 t.save_checkpoint(Path(sys.argv[1]), t.tensors(seed=2), progress=t.Progress(
-    step=2, tokens=0, data=t.DataPosition(seed=0, step=2), schedule={}), meta=t.meta(2),
+    step=2, tokens=0, data=t.DataPosition(corpus="c", seed=0, step=2), schedule={}), meta=t.meta(2),
     model_files=Endless(), keep_last=1)
 """
 

@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM as a wish that the loop reads between steps, not as an exception anywhere.
+
+Imports nothing heavy: it is installed before torch is imported, because a scheduler's signal during
+those seconds would otherwise kill the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ASKS_BEFORE_LEAVING = 3
+
+
+class StopRequest:
+    """Whether, and by which signal, the run was asked to stop.
+
+    The first signal lets the step finish and its state be saved. The second says so once more. The
+    third leaves at once without saving: what is on disk stays good, since a checkpoint only gets
+    its name when it is whole. Exit status: 128 plus the signal's number, 130 or 143.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._num_asked = 0
+
+    def install(self) -> None:
+        """Take over both signals, in the main thread."""
+        for number in _SIGNALS:
+            signal.signal(number, self._ask)
+
+    @property
+    def exit_status(self) -> int:
+        """0 while nobody asked."""
+        return 128 + self.signal if self.signal else 0
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        self._num_asked += 1
+        self.signal = self.signal or signal.Signals(number)
+        name = signal.Signals(number).name
+        if self._num_asked >= _ASKS_BEFORE_LEAVING:
+            _say(f"{name}: leaving at once; the last whole checkpoint stays")
+            os._exit(128 + number)
+        again = " (once more leaves at once, without saving)" if self._num_asked > 1 else ""
+        _say(f"{name}: finishing this step, then saving{again}")
+
+
+def _say(message: str) -> None:
+    """Straight to the descriptor: a handler may run in the middle of a buffered write."""
+    os.write(2, f"\nherder: {message}\n".encode())

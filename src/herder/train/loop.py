@@ -1,0 +1,189 @@
+"""The training loop, top to bottom: batch, rate, step, tell, save, evaluate, until done or asked.
+
+Knows neither files nor displays: state goes through `checkpoint.run`, news through the bus.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from herder.checkpoint.directory import checkpoint_path
+from herder.checkpoint.run import Progress, save_checkpoint
+from herder.data.batch import MicroBatch
+from herder.data.prefetch import prefetch
+from herder.errors import CheckpointError, TrainingError
+from herder.observe.events import (
+    Bus,
+    CheckpointSaved,
+    EvaluationFinished,
+    Incident,
+    RunFinished,
+    RunInterrupted,
+    StepFinished,
+)
+from herder.observe.meters import Stopwatch, Throughput
+from herder.train.device import peak_memory_bytes
+from herder.train.optimizer import set_learning_rate
+from herder.train.schedule import learning_rate
+from herder.train.state import TrainRun
+from herder.train.step import NonFiniteError, held_out_loss, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Steps done, by this process and earlier ones."""
+    last_step: StepFinished | None
+    """None if this process did no step."""
+    held_out: EvaluationFinished | None
+    """The last evaluation of this process."""
+    checkpoint: Path | None
+    """The newest one that this process saved."""
+    stopped_by: Signals | None
+
+
+def train(
+    run: TrainRun, start: Progress, bus: Bus, *, stop_signal: Callable[[], Signals | None]
+) -> Outcome:
+    """Do the steps from `start` to train.steps, or to the end of the step a signal came in.
+
+    The state is saved every checkpoint.every_steps, after the last step and when stopped. Raises
+    TrainingError when a step is not finite, CheckpointError when a save fails; the newest whole
+    checkpoint stays good in both cases.
+    """
+    config, steps = run.config, run.config.train.steps
+    meter = Throughput(
+        flops_per_token=run.flops_per_token, peak_flops_per_second=run.peak_flops_per_second
+    )
+    whole, tokens, done = Stopwatch(), start.tokens, start.step
+    finished, held_out, saved = None, None, None
+    with closing(prefetch(run.micro_batches, range(start.step, steps))) as batches:
+        while done < steps and stop_signal() is None:
+            finished = _do_step(run, done, batches, meter, bus)
+            done, tokens = finished.step, tokens + finished.tokens
+            if done == steps or done % config.observe.log_every_steps == 0:
+                bus.emit(finished)
+            if done == steps or done % config.checkpoint.every_steps == 0:
+                saved = _save(run, run.progress(step=done, tokens=tokens), bus)
+            if _is_evaluated_after(run, done):
+                held_out = _evaluate(run, done, bus)
+    if finished and saved != checkpoint_path(run.run_directory, done):
+        saved = _save(run, run.progress(step=done, tokens=tokens), bus)
+    stopped_by = stop_signal() if done < steps else None
+    if stopped_by:
+        bus.emit(RunInterrupted(step=done, signal=stopped_by.name))
+    elif finished:
+        bus.emit(_run_finished(finished, tokens - start.tokens, whole.seconds(), meter))
+    return Outcome(
+        step=done, last_step=finished, held_out=held_out, checkpoint=saved, stopped_by=stopped_by
+    )
+
+
+def _do_step(
+    run: TrainRun,
+    step: int,
+    batches: Iterator[Sequence[MicroBatch]],
+    meter: Throughput,
+    bus: Bus,
+) -> StepFinished:
+    """Do step `step`, counted from 0, and say what came of it."""
+    config, watch = run.config.train, Stopwatch()
+    rate = learning_rate(
+        step, config.schedule, peak=config.optimizer.learning_rate, steps=config.steps
+    )
+    set_learning_rate(run.optimizer, rate)
+    try:
+        result = train_step(run.decoder, run.optimizer, next(batches), run.settings)
+    except NonFiniteError as error:
+        raise _told_as_incident(run, step + 1, error, bus) from error
+    seconds = watch.seconds()
+    meter.add(tokens=run.step_tokens, seconds=seconds)
+    return StepFinished(
+        step=step + 1,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        learning_rate=rate,
+        tokens=round(result.weight),
+        seconds=seconds,
+        tokens_per_second=meter.tokens_per_second,
+        model_flops_utilization=meter.model_flops_utilization,
+        peak_memory_bytes=peak_memory_bytes(run.settings.device),
+        seconds_left=meter.seconds_for(config.steps - step - 1),
+    )
+
+
+def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus) -> TrainingError:
+    told = f"{error}: not finite"
+    bus.emit(Incident(kind="non_finite_step", message=told, step=step))
+    return TrainingError(
+        f"step {step}: {told}. The update was not made; checkpoints of earlier steps are good. "
+        f"The same command would meet the same step again: lower train.optimizer.learning_rate "
+        f"({run.config.train.optimizer.learning_rate}) in a new run_directory, lengthen "
+        f"train.schedule.warmup_steps, or try train.precision=fp32."
+    )
+
+
+def _save(run: TrainRun, progress: Progress, bus: Bus) -> Path:
+    watch = Stopwatch()
+    meta = run.meta.model_copy(update={"step": progress.step, "unix_seconds": time.time()})
+    try:
+        saved = save_checkpoint(
+            run.run_directory,
+            run.tensors(),
+            progress=progress,
+            meta=meta,
+            model_files=run.model_files,
+            keep_last=run.config.checkpoint.keep_last,
+        )
+    except CheckpointError as error:
+        bus.emit(Incident(kind="checkpoint_not_saved", message=str(error), step=progress.step))
+        raise
+    bus.emit(
+        CheckpointSaved(
+            step=progress.step,
+            path=str(saved.path),
+            num_bytes=saved.num_bytes,
+            seconds=watch.seconds(),
+        )
+    )
+    return saved.path
+
+
+def _is_evaluated_after(run: TrainRun, step: int) -> bool:
+    every = run.config.evaluate.every_steps
+    return every is not None and (step == run.config.train.steps or step % every == 0)
+
+
+def _evaluate(run: TrainRun, step: int, bus: Bus) -> EvaluationFinished:
+    watch = Stopwatch()
+    loss, tokens = held_out_loss(run.decoder, run.held_out(), run.settings)
+    event = EvaluationFinished(
+        step=step,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        tokens=tokens,
+        seconds=watch.seconds(),
+    )
+    bus.emit(event)
+    return event
+
+
+def _run_finished(
+    last: StepFinished, tokens: int, seconds: float, meter: Throughput
+) -> RunFinished:
+    return RunFinished(
+        step=last.step,
+        loss=last.loss,
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_second=meter.tokens_per_second,
+        model_flops_utilization=meter.model_flops_utilization,
+    )

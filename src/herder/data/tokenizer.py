@@ -142,6 +142,10 @@ class Tokenizer:
         """A streaming decoder of one answer that follows `context`, the prompt's ids."""
         return Detokenizer(self, context=context, skip_special_tokens=skip_special_tokens)
 
+    def is_token(self, token_id: int) -> bool:
+        """Whether the vocabulary has this id: a model's may be padded, or have holes."""
+        return self._backend.id_to_token(token_id) is not None
+
     def num_bytes(self, token_id: int) -> int:
         """How many UTF-8 bytes of text a token stands for; 0 for a control token."""
         token = self._backend.id_to_token(token_id)

@@ -1,0 +1,35 @@
+"""Grouping of rows into micro-batches, and its errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from herder.data.dataset import TokenDataset
+from herder.data.packing import PackedRows
+from herder.errors import ConfigError
+
+
+def packed_rows() -> PackedRows:
+    lengths = np.random.default_rng(0).integers(2, 40, size=200)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(offsets[-1], dtype=np.uint32)
+    return PackedRows(tokens, offsets, sequence_length=16)
+
+
+def test_a_step_holds_global_batch_tokens_in_micro_batches_of_exactly_t_tokens() -> None:
+    dataset = TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=128, seed=0)
+    batches = dataset.micro_batches(7)
+    assert [batch.num_tokens for batch in batches] == [32] * 4
+    assert dataset.micro_batch_tokens == 32
+
+
+def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_that_is() -> None:
+    with pytest.raises(ConfigError, match=r"2 x 16 = 32. The nearest that is: 96"):
+        TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=100, seed=0)
+
+
+def test_ranks_that_do_not_divide_the_micro_batches_are_refused() -> None:
+    dataset = TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=128, seed=0)
+    with pytest.raises(ConfigError, match="3 data-parallel ranks do not divide the 4"):
+        dataset.micro_batches(0, shard_index=0, num_shards=3)

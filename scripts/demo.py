@@ -7,7 +7,6 @@ running `herder`. All that it makes lies under runs/demo. It leaves no process b
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -25,7 +24,6 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 HERDER = str(Path(sys.executable).with_name("herder"))
 RECIPE = "recipes/demo.yaml"
 MODEL = "smollm2-135m-instruct"
@@ -266,8 +264,7 @@ def run_demo() -> None:
 
 
 def main() -> int:
-    """Run the demo in a fresh folder; exit status 1 with a message when a step fails."""
-    os.chdir(REPOSITORY)
+    """Run the demo in a fresh runs/demo; exit status 1 with a message when a step fails."""
     if OUTPUT.exists():
         shutil.rmtree(OUTPUT)
     OUTPUT.mkdir(parents=True)

@@ -1,0 +1,79 @@
+"""herder serve: one model behind the OpenAI API. Composition only."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+
+from herder.cli.models import resolve, tokenizer_folder
+from herder.config.run import ServeConfig
+from herder.serve.app import create_app
+from herder.serve.host import Host
+from herder.serve.load import banner, load_service, window_tokens
+from herder.serve.server import bind, run, url_of
+
+_DEFAULTS = ServeConfig()
+
+
+@click.command("serve")
+@click.argument("model")
+@click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen at.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=_DEFAULTS.port,
+    show_default=True,
+    help="0: any free port, printed.",
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    help="Longest prompt plus answer, in tokens.  [default: the model's window]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default=_DEFAULTS.precision,
+    show_default=True,
+    help="Of weights, activations and the key-value cache.",
+)
+@click.option(
+    "--max-queued-requests",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_queued_requests,
+    show_default=True,
+    help="Further requests get status 429.",
+)
+def command(
+    model: str,
+    host: str,
+    port: int,
+    max_model_len: int | None,
+    precision: str,
+    max_queued_requests: int,
+) -> None:
+    """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions and the rest of the OpenAI API.
+
+    SIGTERM or Ctrl-C ends it once the accepted requests are answered; a second one ends it at once.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    config = ServeConfig(
+        host=host,
+        port=port,
+        max_model_len=max_model_len,
+        precision=precision,  # pyrefly: ignore[bad-argument-type]  (click has checked it)
+        max_queued_requests=max_queued_requests,
+    )
+    source = resolve(model)
+    folder = tokenizer_folder(source)
+    window_tokens(source, max_model_len)
+    bound = bind(host, port)
+    served = Host(lambda: load_service(source, folder, config))
+    click.echo(f"loading {source.name}", err=True)
+    run(
+        create_app(served),
+        served,
+        bound,
+        on_ready=lambda: click.echo(banner(served.service(), config, url_of(bound))),
+    )

@@ -1,0 +1,192 @@
+"""The choice of one token from one row of logits: pure functions in fp32, and a row's own state.
+
+Shape legend: V tokens with a name in the tokenizer (padding rows of the head are cut off before
+anything is drawn), W the head's whole width, C the candidates that filters leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from herder.engine.request import Logprob, SamplingParams, TokenLogprobs
+
+GREEDY_TEMPERATURE = 1e-3
+"""Below it the likeliest token is taken: logits 0.02 apart are already e^20 apart in odds."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write. Source: vLLM's value."""
+_FIRST_CANDIDATES = 1024
+"""top_p looks here first: sorting a whole vocabulary costs a tenth of a small model's step."""
+
+
+def penalized(logits_V: Tensor, params: SamplingParams, counts_V: Tensor, seen_V: Tensor) -> Tensor:
+    """Logits with penalties: `counts_V` of the answer, `seen_V` whether in prompt or answer.
+
+    Source: CTRL, arXiv:1909.05858, section 4.1 (repetition); OpenAI API reference (presence and
+    frequency: logit - count * frequency - (count > 0) * presence).
+    """
+    repetition = params.repetition_penalty
+    if repetition != 1:
+        weighed_V = torch.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
+        logits_V = torch.where(seen_V, weighed_V, logits_V)
+    return logits_V - counts_V * params.frequency_penalty - (counts_V > 0) * params.presence_penalty
+
+
+def warmed(logits_V: Tensor, temperature: float) -> Tensor:
+    """Logits less their maximum, over the temperature: no overflow at any temperature."""
+    return (logits_V - logits_V.max()) / temperature
+
+
+def candidates(
+    logits_V: Tensor, *, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor | None]:
+    """Logits and ids of the tokens that the filters leave, at least one; ids None: all of them.
+
+    top_p acts on what top_k and min_p left. Source: arXiv:1904.09751 (top_p), arXiv:2407.01082.
+    """
+    num_tokens = logits_V.numel()
+    if min_p > 0:
+        too_unlikely_V = logits_V < logits_V.max() + math.log(min_p)
+        logits_V = logits_V.masked_fill(too_unlikely_V, -math.inf)
+    ids_C: Tensor | None = None
+    if 0 < top_k < num_tokens:
+        logits_V, ids_C = logits_V.topk(top_k)
+    if top_p < 1:
+        if ids_C is None:
+            logits_V, ids_C, total = _likeliest(logits_V, top_p)
+        else:
+            total = logits_V.logsumexp(0)
+        probabilities_C = (logits_V - total).exp()
+        before_C = probabilities_C.cumsum(0) - probabilities_C
+        outside_C = before_C >= top_p
+        outside_C[0] = False
+        logits_V = logits_V.masked_fill(outside_C, -math.inf)
+    return logits_V, ids_C
+
+
+def _likeliest(logits_V: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens, best first, at least `top_p` together; and logsumexp of all."""
+    total = logits_V.logsumexp(0)
+    if logits_V.numel() > _FIRST_CANDIDATES:
+        logits_C, ids_C = logits_V.topk(_FIRST_CANDIDATES)
+        if (logits_C.logsumexp(0) - total).exp().item() > top_p:
+            return logits_C, ids_C, total
+    logits_C, ids_C = logits_V.sort(descending=True)
+    return logits_C, ids_C, total
+
+
+def drawn(logits_C: Tensor, generator: torch.Generator) -> Tensor:
+    """The index of one token drawn from softmax(logits), as a tensor: nothing waits for it here.
+
+    The largest of p_i / e_i with e_i exponential is i with probability p_i (Gumbel's trick).
+    """
+    exponential_C = torch.empty_like(logits_C).exponential_(generator=generator)
+    return (logits_C.softmax(0) / exponential_C).argmax()
+
+
+def logprobs_of(logits_W: Tensor, token_id: int, *, num_tokens: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities over the whole width, as training computes them."""
+    logprobs_W = logits_W.log_softmax(0)
+    values_C, ids_C = logprobs_W[:num_tokens].topk(min(num_top, num_tokens))
+    chosen = Logprob(token_id, _finite(logprobs_W[token_id].item()))
+    pairs = zip(ids_C.tolist(), values_C.tolist(), strict=True)
+    return TokenLogprobs(chosen, tuple(Logprob(name, _finite(value)) for name, value in pairs))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+class _Counts:
+    """What penalties count: how often the answer has each token, and which ones appeared at all."""
+
+    def __init__(self, prompt_ids: Sequence[int], num_tokens: int, device: torch.device) -> None:
+        named = [token_id for token_id in set(prompt_ids) if token_id < num_tokens]
+        self.answer_V = torch.zeros(num_tokens, device=device)
+        self.seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        self.seen_V[torch.tensor(named, dtype=torch.int64, device=device)] = True
+
+    def add(self, token_id: int) -> None:
+        self.answer_V[token_id] += 1
+        self.seen_V[token_id] = True
+
+
+class TokenSampler:
+    """One request's state: its generator, its counts for penalties, its bias and hidden tokens."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        num_tokens: int,
+        end_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """`end_ids` are the tokens that would end the answer: hidden for params.min_tokens."""
+        self._params = params
+        self._num_tokens = num_tokens
+        self._num_made = 0
+        self._is_greedy = params.temperature < GREEDY_TEMPERATURE
+        self._generator = torch.Generator(device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+        ends = [token_id for token_id in end_ids if token_id < num_tokens]
+        self._ends_E = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._bias_V = _bias(params, num_tokens, device)
+        is_penalized = (
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
+        self._counts = _Counts(prompt_ids, num_tokens, device) if is_penalized else None
+
+    def choose(self, logits_W: Tensor) -> int:
+        """The next token. `logits_W` is fp32. Raises FloatingPointError where none can be drawn."""
+        logits_V = self._shaped(logits_W[: self._num_tokens])
+        peak, chosen = logits_V.max(0)
+        if not self._is_greedy:
+            chosen = self._drawn(logits_V)
+        # One wait for the device a token: value and index together, exact in fp64.
+        best, token = torch.stack((peak.double(), chosen.double())).tolist()
+        if not math.isfinite(best):
+            raise FloatingPointError(f"the best logit is {best}: no token can be drawn")
+        self._num_made += 1
+        if self._counts is not None:
+            self._counts.add(int(token))
+        return int(token)
+
+    def _shaped(self, logits_V: Tensor) -> Tensor:
+        """Penalties, then bias, then the ends that may not come yet."""
+        if self._counts is not None:
+            counts = self._counts
+            logits_V = penalized(logits_V, self._params, counts.answer_V, counts.seen_V)
+        if self._bias_V is not None:
+            logits_V = logits_V + self._bias_V
+        if self._num_made < self._params.min_tokens and len(self._ends_E):
+            logits_V = logits_V.index_fill(0, self._ends_E, -math.inf)
+        return logits_V
+
+    def _drawn(self, logits_V: Tensor) -> Tensor:
+        params = self._params
+        logits_C, ids_C = candidates(
+            warmed(logits_V, params.temperature),
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+        index = drawn(logits_C, self._generator)
+        return index if ids_C is None else ids_C[index]
+
+
+def _bias(params: SamplingParams, num_tokens: int, device: torch.device) -> Tensor | None:
+    if not params.logit_bias:
+        return None
+    bias_V = torch.zeros(num_tokens, device=device)
+    for token_id, bias in params.logit_bias:
+        if token_id < num_tokens:
+            bias_V[token_id] = bias
+    return bias_V

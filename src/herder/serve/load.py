@@ -1,0 +1,116 @@
+"""From a resolved model to an engine that answers, and to a service: weights, tokenizer, cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from herder.checkpoint.huggingface import load_decoder
+from herder.checkpoint.source import ModelSource
+from herder.config.run import ServeConfig
+from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from herder.engine.engine import Engine
+from herder.engine.runner import Runner
+from herder.errors import ConfigError, ResourceError
+from herder.model.decoder import Decoder
+from herder.serve.metrics import ServingMetrics
+from herder.serve.service import SamplingDefaults, Service
+from herder.units import format_gb
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_device() -> str:
+    """The first GPU, or the CPU where there is none."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
+    """Longest prompt plus answer. Raises ConfigError past the positions the model has."""
+    longest = source.architecture.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the window of {source.name}, {longest} tokens. "
+            f"Use --max-model-len {longest} or less, or leave it out."
+        )
+    return longest if max_model_len is None else max_model_len
+
+
+def load_runner(
+    source: ModelSource, tokenizer: Tokenizer, *, precision: str, window_tokens: int
+) -> Runner:
+    """Weights in `precision` on the default device, and a cache as long as the window."""
+    check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
+    decoder = load_decoder(source, dtype=DTYPES[precision], device=default_device())
+    return build_runner(decoder, source, tokenizer, window_tokens=window_tokens)
+
+
+def build_runner(
+    decoder: Decoder, source: ModelSource, tokenizer: Tokenizer, *, window_tokens: int
+) -> Runner:
+    """A runner over a model that is there. Raises ResourceError where the cache finds no memory."""
+    try:
+        return Runner(
+            decoder,
+            window_tokens=window_tokens,
+            eos_token_ids={*source.eos_token_ids, *tokenizer.eos_token_ids},
+            num_named_tokens=tokenizer.vocab_size,
+        )
+    except RuntimeError as error:  # torch's out-of-memory errors, on the host and on a device
+        raise ResourceError(
+            f"no memory for a key-value cache of {window_tokens} tokens. Choose a shorter window "
+            f"with --max-model-len. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfig) -> Service:
+    """Everything the endpoints need; the engine's thread runs when this returns."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    window = window_tokens(source, config.max_model_len)
+    runner = load_runner(source, tokenizer, precision=config.precision, window_tokens=window)
+    engine = Engine(runner, max_queued_requests=config.max_queued_requests)
+    return Service(
+        name=source.name,
+        tokenizer=tokenizer,
+        engine=engine,
+        defaults=sampling_defaults(source),
+        metrics=ServingMetrics(engine, source.name),
+        cache_bytes=runner.cache.num_bytes,
+    )
+
+
+def sampling_defaults(source: ModelSource) -> SamplingDefaults:
+    """What generation_config.json recommends, unless it says not to sample."""
+    given: dict[str, Any] = dict(source.generation)
+    if given.get("do_sample") is False:
+        return SamplingDefaults()
+    names = SamplingDefaults.model_fields
+    return SamplingDefaults(**{name: given[name] for name in names if name in given})
+
+
+def banner(service: Service, config: ServeConfig, url: str) -> str:
+    """What is said once requests are welcome."""
+    limits = service.engine.limits
+    recommended = ", ".join(f"{name} {value}" for name, value in service.defaults.given.items())
+    lines = [
+        f"{service.name} is served at {url}",
+        f"  precision {config.precision} on {default_device()}, window {limits.window_tokens:,} "
+        f"tokens, key-value cache {format_gb(service.cache_bytes)}",
+        f"  sampling unless a request says otherwise: {recommended or 'temperature 1'}",
+        "  one request at a time, in order; "
+        f"up to {service.engine.max_queued_requests} more may wait",
+        "",
+        f"  curl {url}/v1/{_example(service)}",
+    ]
+    return "\n".join(lines)
+
+
+def _example(service: Service) -> str:
+    if service.tokenizer.has_chat_template:
+        message = '{"role": "user", "content": "What is the capital of France?"}'
+        path, field = "chat/completions", f'"messages": [{message}]'
+    else:
+        path, field = "completions", '"prompt": "The capital of France is"'
+    return f"{path} -H 'content-type: application/json' -d '{{{field}, \"max_tokens\": 32}}'"

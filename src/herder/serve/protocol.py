@@ -1,0 +1,261 @@
+"""What clients may send: the bodies of the OpenAI API and of vLLM's additions, typed strictly.
+
+A field that is not known is refused by name; one that is known and cannot be obeyed yet is refused
+unless it has the value that asks for nothing; the few that cannot change an answer are named in a
+response header. Ranges are the engine's own. Nothing here knows HTTP or tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from herder.config.record import Record
+from herder.engine.request import (
+    MAX_STOP_STRINGS,
+    Bias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    StopString,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
+
+MAX_CHOICES = 128
+"""Answers to one HTTP request, n times the prompts. Source: OpenAI API reference, n."""
+IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier")
+"""Fields for the provider's own books; named in the response header of app.IGNORED_HEADER."""
+
+
+def _unless(*neutral: Any) -> BeforeValidator:
+    """Refuse every value of a known field, apart from those that ask for nothing."""
+
+    def refuse(value: Any) -> Any:
+        if not any(type(value) is type(other) and value == other for other in neutral):
+            raise PydanticCustomError(
+                "unsupported", "this field is not supported yet; leave it out"
+            )
+        return value
+
+    return BeforeValidator(refuse)
+
+
+def _one_kind_of_prompt(value: Any) -> Any:
+    """A prompt in any of its four forms as a list of prompts; one message where it is none."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(type(item) is int for item in value):
+            return [value]
+        if all(isinstance(item, list) for item in value) and all(
+            type(token_id) is int for item in value for token_id in item
+        ):
+            return value
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids or a list of such lists"
+    )
+
+
+def _whole_numbers_as_keys(value: Any) -> Any:
+    """JSON writes token ids as strings where they are keys."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key): bias for key, bias in value.items()}
+    except ValueError:
+        raise PydanticCustomError("token_id", "keys must be token ids") from None
+
+
+Prompts: TypeAlias = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_one_kind_of_prompt, json_schema_input_type=str | list[str] | list[int]),
+]
+Nothing: TypeAlias = Annotated[Any, _unless(None)]
+LogitBias: TypeAlias = Annotated[
+    dict[TokenId, Bias],
+    BeforeValidator(_whole_numbers_as_keys, json_schema_input_type=dict[str, float]),
+]
+
+
+class StreamOptions(Record):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Annotated[Any, _unless(None, False)] = None
+    include_obfuscation: Annotated[Any, _unless(None, False)] = None
+
+
+class SamplingFields(Record):
+    """What both kinds of completion share. null is the same as absent."""
+
+    model: str | None = None
+    """Absent: the one that is served."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    min_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    response_format: Annotated[Any, _unless(None, {"type": "text"})] = None
+    tools: Annotated[Any, _unless(None, [])] = None
+    tool_choice: Annotated[Any, _unless(None, "none")] = None
+
+    user: JsonValue = None
+    metadata: JsonValue = None
+    store: JsonValue = None
+    service_tier: JsonValue = None
+    safety_identifier: JsonValue = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream_only(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, in whichever form they came."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that were given and change nothing."""
+        return tuple(name for name in IGNORED_FIELDS if getattr(self, name) is not None)
+
+
+class CompletionBody(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: MaxTokens | None = None
+    """Absent: 16, as in OpenAI's API. 0 only with echo."""
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    suffix: Annotated[Any, _unless(None, "")] = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _zero_tokens_only_with_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise PydanticCustomError("best_of", "best_of: only n is supported yet; leave it out")
+        return self
+
+
+class ContentPart(Record):
+    """One part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Record):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    name: str | None = None
+    tool_calls: Annotated[Any, _unless(None, [])] = None
+    function_call: Nothing = None
+    refusal: Nothing = None
+    audio: Nothing = None
+    annotations: Annotated[Any, _unless(None, [])] = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """What a chat template reads: parts joined by line ends."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **named}
+
+
+Messages: TypeAlias = Annotated[list[Message], Field(min_length=1)]
+TemplateVariables: TypeAlias = dict[str, JsonValue]
+
+
+class ChatBody(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    """The newer name of max_tokens. Absent: what the window leaves."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    """More variables for the template, such as enable_thinking."""
+    parallel_tool_calls: JsonValue = None
+    functions: Annotated[Any, _unless(None, [])] = None
+    function_call: Annotated[Any, _unless(None, "none")] = None
+    modalities: Annotated[Any, _unless(None, ["text"])] = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    reasoning_effort: Nothing = None
+    verbosity: Nothing = None
+    web_search_options: Nothing = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatBody:
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise PydanticCustomError("max_tokens", "max_tokens differs from max_completion_tokens")
+        if 0 in both:
+            raise PydanticCustomError("max_tokens", "max_tokens: must be at least 1")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        return self
+
+
+class TokenizeBody(Record):
+    """POST /tokenize: a prompt as /v1/completions would read it, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt; absent: true."""
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give exactly one of prompt and messages")
+        return self
+
+
+class DetokenizeBody(Record):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

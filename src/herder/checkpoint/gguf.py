@@ -22,6 +22,8 @@ from herder.errors import WeightsError
 _BLOCKS: Mapping[str, tuple[int, int]] = {
     name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()
 }
+_VALUES_AT_ONCE = 1 << 17
+"""Blocks know nothing of rows. Many at once amortize numpy's calls, few keep its copies in cache."""
 
 
 class GgufTensors:
@@ -56,8 +58,14 @@ def _decoded(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> Tensor:
     if kind in plain:
         return torch.from_numpy(raw).view(plain[kind]).reshape(shape)
     values, num_bytes = _BLOCKS[kind]
-    rows = raw.reshape(-1, shape[-1] // values * num_bytes)
-    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind])).reshape(shape)
+    num_blocks = raw.size // num_bytes
+    decoded = np.empty((num_blocks, values), np.float32)
+    at_once = _VALUES_AT_ONCE // values
+    for start in range(0, num_blocks, at_once):
+        end = min(start + at_once, num_blocks)
+        piece = raw[start * num_bytes : end * num_bytes]
+        decoded[start:end] = dequantize(piece, GGMLQuantizationType[kind]).reshape(-1, values)
+    return torch.from_numpy(decoded).reshape(shape)
 
 
 def halves_from_neighbours(weight_OI: Tensor, *, num_heads: int) -> Tensor:

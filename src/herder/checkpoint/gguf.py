@@ -23,7 +23,7 @@ _BLOCKS: Mapping[str, tuple[int, int]] = {
     name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()
 }
 _VALUES_AT_ONCE = 1 << 17
-"""Blocks know nothing of rows. Many at once amortize numpy's calls, few keep its copies in cache."""
+"""Blocks know nothing of rows. Many at once amortize numpy's calls, few stay in cache."""
 
 
 class GgufTensors:

@@ -1,0 +1,57 @@
+"""What an evaluation runs on: the model's weights on a device, and the text it did not train on.
+
+Owns the defaults of both. Knows no task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from herder.checkpoint.huggingface import load_weights
+from herder.checkpoint.metadata import read_meta
+from herder.checkpoint.source import ModelSource
+from herder.config.run import DataConfig
+from herder.data.sources import documents, is_held_out, open_source
+from herder.errors import DataError
+from herder.model.build import build_decoder
+from herder.model.decoder import Decoder
+
+Precision = Literal["fp32", "bf16"]
+Split = Literal["validation", "all"]
+
+
+def load_model(source: ModelSource, *, precision: Precision) -> tuple[Decoder, torch.device]:
+    """The model with its weights in `precision`, on the GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    decoder = build_decoder(source.architecture, dtype=dtype)
+    load_weights(decoder, source, dtype=dtype, device=device)
+    return decoder.eval(), device
+
+
+def data_of(source: ModelSource) -> DataConfig:
+    """The data that a run was trained on; for other models the default."""
+    if source.weights != "run" or source.folder is None:
+        return DataConfig()
+    return DataConfig.model_validate(read_meta(source.folder).config["data"])
+
+
+def texts_of(config: DataConfig, *, split: Split) -> Iterator[str]:
+    """Documents in order: those that a run with `config` holds out, or all of them.
+
+    Raises DataError where none is held out.
+    """
+    source = open_source(config.source, text_key=config.text_key)
+    found = split == "all"
+    for text in documents(source, max_documents=config.max_documents):
+        if split == "all" or is_held_out(text, fraction=config.validation_fraction):
+            found = True
+            yield text
+    if not found:
+        raise DataError(
+            f"No document of {config.source} is held out at validation_fraction="
+            f"{config.validation_fraction}. Use --split all, or a corpus with more documents."
+        )

@@ -78,8 +78,9 @@ class ClusterConfig(Record):
     """Per GPU, one direction: 50 is one 400 Gb/s port a GPU."""
     intra_node_latency_microseconds: PositiveFloat = 5.0
     inter_node_latency_microseconds: PositiveFloat = 10.0
-    node_mtbf_hours: PositiveFloat = 50_000.0
-    """Mean time between failures of one node."""
+    node_mtbf_hours: PositiveFloat = 6_300.0
+    """Mean time between failures of one node. Source: Llama 3, 419 interruptions in 54 days on
+    2,048 nodes, arXiv:2407.21783, section 3.3.4."""
 
     @property
     def num_gpus(self) -> int:

@@ -50,7 +50,7 @@ def forward_flops_by_module(
     sequence_length: int,
     attention: AttentionCount = "causal",
 ) -> dict[Module | Literal["scores"], float]:
-    """FLOPs of one token's forward pass. `scores` is attention itself, apart from its projections."""
+    """FLOPs of one token's forward pass. `scores` is attention itself, without its projections."""
     moe = architecture.moe
     routed_share = moe.num_experts_per_token / moe.num_experts if moe else 1.0
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Every weight of a model as data: its shape, where tensor parallelism splits it, what it belongs to.
+"""Every weight of a model as data: its shape, its module, how tensor parallelism splits it.
 
 All counts of the planner (parameters, FLOPs, bytes on a rank) are sums over these weights, so that
 they cannot disagree. The rules follow ArchitectureConfig alone; no model is named here.
@@ -112,7 +112,7 @@ def _grouped_query_weights(attention: GroupedQueryAttention, hidden: int) -> Ite
 
 
 def _latent_weights(attention: LatentAttention, hidden: int) -> Iterator[Weight]:
-    """Down projections and latent norms are copied on every tensor-parallel rank, the rest splits."""
+    """Down projections and latent norms are copied on every tensor-parallel rank."""
     heads, rope = attention.num_attention_heads, attention.qk_rope_head_dim
     query = heads * (attention.qk_nope_head_dim + rope)
     rank, latent = attention.q_lora_rank, attention.kv_lora_rank
@@ -172,7 +172,7 @@ def embedding_weights(architecture: ArchitectureConfig) -> tuple[Weight, ...]:
 
 
 def head_weights(architecture: ArchitectureConfig) -> tuple[Weight, ...]:
-    """What stands behind the last layer: the final norm, and the head where it is not the embedding."""
+    """What stands behind the last layer: the final norm, and the head unless it is tied."""
     norm = Weight("norms", (architecture.hidden_size,))
     if architecture.tie_embeddings:
         return (norm,)

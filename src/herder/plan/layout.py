@@ -1,0 +1,168 @@
+"""Which layouts exist: degrees that divide the model and the cluster, and why the others do not.
+
+Owns legality and its reasons; cost and memory are priced elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
+from herder.config.catalog import cluster_gpu
+from herder.config.record import Record
+from herder.config.run import ClusterConfig
+
+MAX_DATA_PARALLEL_RANKS = 512
+"""Largest group that gradients are reduced over and parameters gathered from in one collective.
+
+Why a cap: a ring's latency grows with its ranks while each rank's share of a layer shrinks. To
+gather one layer of a 405B model over 16,384 ranks takes 0.16 s in hops of 10 us alone, its forward
+products of 8,192 tokens 0.09 s (at 60 % of an H100's peak): links decide, whatever their width.
+At 512 ranks the hops take 5 ms. The global batch must also hold a sequence for each rank, and each
+group fails as one. Llama 3 405B trained on 16,384 GPUs in groups of 128, arXiv:2407.21783, table 4;
+ZeRO's authors measured up to 400 GPUs, arXiv:1910.02054, section 10."""
+
+
+class Layout(Record):
+    """How many ways each dimension of the work is split."""
+
+    tensor_parallel_size: PositiveInt
+    pipeline_parallel_size: PositiveInt
+    data_parallel_size: PositiveInt
+    context_parallel_size: PositiveInt
+    expert_parallel_size: PositiveInt
+    zero_stage: Literal[0, 1, 2, 3]
+    """What the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too.
+    Source: ZeRO, arXiv:1910.02054, section 5."""
+
+    @property
+    def num_ranks(self) -> int:
+        return (
+            self.tensor_parallel_size
+            * self.pipeline_parallel_size
+            * self.data_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that hold the same parameters before ZeRO: data times context parallelism."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def mesh_axes(self) -> dict[str, NonNegativeInt]:
+        """Axis sizes from the slowest links to the fastest. dp replicates, fsdp shards."""
+        sharded = self.zero_stage > 0
+        return {
+            "pp": self.pipeline_parallel_size,
+            "dp": 1 if sharded else self.data_parallel_size,
+            "fsdp": self.data_parallel_size if sharded else 1,
+            "cp": self.context_parallel_size,
+            "ep": self.expert_parallel_size,
+            "tp": self.tensor_parallel_size,
+        }
+
+    def told(self) -> str:
+        """The degrees above 1 and the ZeRO stage, as people write them."""
+        degrees = (
+            ("TP", self.tensor_parallel_size),
+            ("PP", self.pipeline_parallel_size),
+            ("CP", self.context_parallel_size),
+            ("EP", self.expert_parallel_size),
+            ("DP", self.data_parallel_size),
+        )
+        words = [f"{name} {degree:,}" for name, degree in degrees if degree > 1]
+        return ", ".join(
+            [*words, f"ZeRO-{self.zero_stage}"] if self.num_ranks > 1 else ["one rank"]
+        )
+
+
+def fast_domain_size(cluster: ClusterConfig) -> int:
+    """Devices that tensor parallelism may span: a node, or a rack whose fabric is one (NVL72)."""
+    domain = cluster_gpu(cluster).fast_domain_gpus
+    return max(cluster.gpus_per_node, min(domain or 1, cluster.num_gpus))
+
+
+def tensor_degree_problem(
+    architecture: ArchitectureConfig, degree: int, *, copies_kv_heads: bool
+) -> str | None:
+    """Why the model cannot be split this many ways, or None.
+
+    Training may copy key-value heads when there are fewer of them than ranks; serving may not.
+    """
+    attention, mlp, moe = architecture.attention, architecture.mlp, architecture.moe
+    sizes = {"num_attention_heads": attention.num_attention_heads}
+    if isinstance(attention, GroupedQueryAttention):
+        heads = attention.num_key_value_heads
+        if not (copies_kv_heads and degree % heads == 0):
+            sizes["num_key_value_heads"] = heads
+    sizes["vocab_size"] = architecture.vocab_size
+    if mlp is not None:
+        sizes["mlp.intermediate_size"] = mlp.intermediate_size
+    if moe is not None:
+        sizes["moe.expert_intermediate_size"] = moe.expert_intermediate_size
+        if moe.shared_expert_intermediate_size is not None:
+            sizes["moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
+    for name, size in sizes.items():
+        if size % degree:
+            return f"does not divide {name}={size}"
+    return None
+
+
+def legal_tensor_degrees(
+    architecture: ArchitectureConfig, cluster: ClusterConfig, *, copies_kv_heads: bool = True
+) -> tuple[int, ...]:
+    """Ascending degrees that divide the model, the fast domain and the cluster."""
+    domain = fast_domain_size(cluster)
+    return tuple(
+        degree
+        for degree in divisors(domain)
+        if cluster.num_gpus % degree == 0
+        and tensor_degree_problem(architecture, degree, copies_kv_heads=copies_kv_heads) is None
+    )
+
+
+def legal_expert_degrees(architecture: ArchitectureConfig, num_shards: int) -> tuple[int, ...]:
+    """Ascending degrees that divide the experts and the data-parallel ranks; (1,) when dense."""
+    experts = architecture.moe.num_experts if architecture.moe else 1
+    return tuple(degree for degree in divisors(num_shards) if experts % degree == 0)
+
+
+MAX_CLUSTERS_TRIED = 400
+"""Node counts looked at for a cluster that would do, upwards from what the weights alone need."""
+USUAL_NODE_SIZES = (1, 2, 4, 8)
+
+
+def growing_clusters(cluster: ClusterConfig, least_devices: float) -> Iterator[ClusterConfig]:
+    """Clusters of the same device, smallest first: parts of a node, then whole nodes.
+
+    A node holds as many devices as the cluster's, or eight where GPUs are asked for by the piece.
+    """
+    is_gpu = cluster_gpu(cluster).kind == "gpu"
+    per_node = max(cluster.gpus_per_node, USUAL_NODE_SIZES[-1] if is_gpu else 1)
+    for count in USUAL_NODE_SIZES:
+        if least_devices <= count < per_node:
+            yield cluster.model_copy(update={"nodes": 1, "gpus_per_node": count})
+    first = max(1, -(-int(least_devices) // per_node))
+    for nodes in range(first, first + MAX_CLUSTERS_TRIED):
+        yield cluster.model_copy(update={"nodes": nodes, "gpus_per_node": per_node})
+
+
+def cluster_flags(cluster: ClusterConfig) -> str:
+    """The cluster as the flags of `herder plan`."""
+    device = cluster_gpu(cluster).name.split()[0]
+    return f"--nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node} --gpu {device}"
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def tensor_degrees_told(architecture: ArchitectureConfig, cluster: ClusterConfig) -> str:
+    """The legal degrees for an error message."""
+    return ", ".join(map(str, legal_tensor_degrees(architecture, cluster)))

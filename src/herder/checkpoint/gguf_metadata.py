@@ -54,17 +54,26 @@ _NAMES = {
     "feed_forward.up": "ffn_up",
     "feed_forward.down": "ffn_down",
 }
-_KEYS = frozenset(
-    """
-    block_count context_length embedding_length feed_forward_length vocab_size expert_count
-    expert_used_count tensor_data_layout attention.head_count attention.head_count_kv
-    attention.layer_norm_rms_epsilon attention.key_length attention.value_length
-    attention.sliding_window attention.causal rope.dimension_count rope.freq_base rope.scale_linear
-    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
-    rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow
-    """.split()  # noqa: SIM905
+_SIZE_KEYS = (
+    "block_count context_length embedding_length feed_forward_length vocab_size expert_count "
+    "expert_used_count tensor_data_layout"
 )
+_ATTENTION_KEYS = (
+    "head_count head_count_kv layer_norm_rms_epsilon key_length value_length sliding_window causal"
+)
+_ROPE_KEYS = (
+    "dimension_count freq_base scale_linear scaling.type scaling.factor scaling.finetuned "
+    "scaling.original_context_length scaling.attn_factor scaling.yarn_beta_fast "
+    "scaling.yarn_beta_slow"
+)
+_KEYS = frozenset(
+    [
+        *_SIZE_KEYS.split(),
+        *(f"attention.{key}" for key in _ATTENTION_KEYS.split()),
+        *(f"rope.{key}" for key in _ROPE_KEYS.split()),
+    ]
+)
+"""Keys, after the architecture's name, that are read or known not to matter."""
 IGNORABLE_TENSORS = (FREQUENCY_FACTORS, "blk.{layer}.attn_rot_embd.weight")
 """The first is read into the config, the second is a table older converters wrote."""
 

@@ -7,6 +7,7 @@ their headers, and told together, before the first tensor is read.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class SafetensorsReader:
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = tensors
         self.shapes = {name: each.shape for name, each in tensors.items()}
-        self._open: dict[Path, IO[bytes]] = {}
+        self._open: dict[Path, io.FileIO] = {}
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -87,13 +88,13 @@ class SafetensorsReader:
         """One tensor in its stored dtype. Raises WeightsError where the file ends early."""
         stored = self.tensors[name]
         if stored.file not in self._open:
-            self._open[stored.file] = stored.file.open("rb", buffering=0)
+            self._open[stored.file] = io.FileIO(stored.file)
         file = self._open[stored.file]
         tensor = torch.empty(stored.shape, dtype=_TORCH_DTYPES[stored.dtype])
         left = memoryview(_bytes_of(tensor))
         file.seek(stored.start)
         while left:
-            count = file.readinto(left[:_READ_BYTES])  # pyrefly: ignore[missing-attribute]
+            count = file.readinto(left[:_READ_BYTES])
             if not count:
                 raise WeightsError(f"{stored.file} ends within {name}. Fetch the file again.")
             left = left[count:]
@@ -129,8 +130,8 @@ def load_weights(
         )
     rules = family_named(source.family).weight_rules(decoder.config)
     if source.weights == "gguf":
-        _fill(decoder, GgufTensors(read_gguf(source.files[0]), decoder.config), gguf_rules(rules),
-              source.name, dtype, device)  # fmt: skip
+        tensors = GgufTensors(read_gguf(source.files[0]), decoder.config)
+        _fill(decoder, tensors, gguf_rules(rules), source.name, dtype, device)
     else:
         rules = _own_names(rules) if source.weights == "run" else rules
         with SafetensorsReader(stored_tensors(source.files)) as reader:

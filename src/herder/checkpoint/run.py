@@ -164,6 +164,7 @@ def _write(
     for name, live in ((MODEL, tensors.model), (OPTIMIZER, tensors.optimizer)):
         stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}
         save_file(stored, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)
     state = _TrainState(progress=progress, random=capture_random_state())
     (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
     write_meta(meta, folder)
@@ -201,7 +202,8 @@ def _misfits(path: Path, live: Mapping[str, Tensor]) -> list[str]:
     """Names, shapes and dtypes in which a file and the live tensors differ."""
     try:
         with safe_open(path, framework="pt") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            stored = {name: file.get_slice(name) for name in names}
             problems = [f"{path.name}: {name} is missing" for name in live.keys() - stored.keys()]
             problems += [f"{path.name}: {name} is extra" for name in stored.keys() - live.keys()]
             for name in live.keys() & stored.keys():

@@ -30,8 +30,7 @@ def describe_device(device: torch.device) -> str:
     """The device in a few words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    num_threads = torch.get_num_threads()
-    return f"cpu, {num_threads} thread{'s' if num_threads > 1 else ''}"
+    return f"cpu, {_threads()}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -53,7 +52,7 @@ def peak_flops_per_second(
         catalog = gpu.bf16_tflops if precision == "bf16" else gpu.fp32_tflops
         return (catalog or gpu.bf16_tflops) * 1e12, gpu.name
     path = run_directory / PEAK_FILE
-    key = f"{precision}, {torch.get_num_threads()} threads"
+    key = f"{precision}, {_threads()}"
     known = dict[str, float]()
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -65,12 +64,25 @@ def peak_flops_per_second(
     return known[key], f"measured by a {_GEMM_SIZE} x {_GEMM_SIZE} product, {key}"
 
 
+def _threads() -> str:
+    num_threads = torch.get_num_threads()
+    return f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+
+
 def measure_gemm_flops_per_second(precision: Precision) -> float:
-    """The best rate of a square matrix product on this CPU within a fraction of a second."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    """The best rate of a square matrix product on this CPU within a fraction of a second.
+
+    bf16: the better of bf16 and fp32, for a processor without bf16 arithmetic multiplies in fp32.
+    """
+    dtypes = [torch.float32, torch.bfloat16] if precision == "bf16" else [torch.float32]
+    return max(_gemm_flops_per_second(dtype) for dtype in dtypes)
+
+
+def _gemm_flops_per_second(dtype: torch.dtype) -> float:
+    shape = (_GEMM_SIZE, _GEMM_SIZE)
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=generator).to(dtype) for _ in range(2))
-    out = torch.empty(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(shape, dtype=dtype)
     best_seconds, until = float("inf"), time.perf_counter() + _GEMM_SECONDS
     while (start := time.perf_counter()) < until:
         torch.mm(a, b, out=out)

@@ -1,0 +1,95 @@
+"""What is settled before anything heavy is loaded: the cluster, the plan, the values it fills in.
+
+Imports no torch: a run that cannot be is refused, and a plan shown, within half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from herder.checkpoint.directory import list_checkpoints
+from herder.checkpoint.metadata import META, read_meta
+from herder.checkpoint.source import ModelSource
+from herder.config.detect import detect_cluster
+from herder.config.run import ClusterConfig, RunConfig
+from herder.errors import PlanError
+from herder.plan.training import TrainingPlan, plan_training
+from herder.train.schedule import check_schedule
+from herder.units import format_gb, format_seconds
+
+_PLANNED = ("micro_batch_size", "global_batch_tokens")
+"""Keys of `train` that the plan fills in, and rounds to what can be done, which it then tells."""
+
+
+def plan_run(config: RunConfig, source: ModelSource) -> tuple[RunConfig, TrainingPlan]:
+    """The plan of a run on one rank, and the config with planned values filled in.
+
+    A run that goes on keeps the values it was started with, whatever this machine would get now.
+    Raises PlanError for more than one rank, ConfigError for a schedule longer than the run.
+    """
+    check_schedule(config.train.schedule, steps=config.train.steps)
+    config = _as_started(config)
+    plan = plan_training(
+        source.architecture,
+        config.cluster or _one_device(detect_cluster()),
+        config.train,
+        config.layout,
+        model=source.name,
+    )
+    _refuse_more_ranks(plan)
+    planned = {name: getattr(plan, name) for name in _PLANNED}
+    return _with_train(config, planned), plan
+
+
+def describe_plan(config: RunConfig, plan: TrainingPlan) -> str:
+    """What is going to happen, in a few lines, with what was adjusted."""
+    memory = plan.memory_gb
+    lines = [
+        f"{plan.model}: {plan.parameters:,} parameters on {plan.layout.told()}, "
+        f"{plan.precision.compute}, recompute {plan.recompute}",
+        f"  a step: {plan.num_micro_batches} x {plan.micro_batch_size} sequences of "
+        f"{plan.sequence_length:,} = {plan.global_batch_tokens:,} tokens; {config.train.steps:,} "
+        f"steps",
+        f"  memory: {format_gb(memory.total * 1e9)} of {format_gb(memory.device * 1e9)} "
+        f"(state {format_gb(memory.state * 1e9)}, activations "
+        f"{format_gb(memory.activations * 1e9)}, logits {format_gb(memory.logits * 1e9)})",
+        f"  expected: {format_seconds(plan.step_time_seconds.total)} a step, "
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.model_flops_utilization:.0%}, "
+        f"{format_seconds(plan.step_time_seconds.total * config.train.steps)} in all",
+    ]
+    return "\n".join([*lines, *(f"  adjusted: {text}" for text in plan.adjustments)])
+
+
+def _one_device(cluster: ClusterConfig) -> ClusterConfig:
+    """The machine as this build uses it: one process, one device."""
+    return cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
+
+
+def _refuse_more_ranks(plan: TrainingPlan) -> None:
+    ranks = plan.layout.num_ranks
+    if ranks > 1:
+        raise PlanError(
+            f"layout: the plan for {plan.cluster.nodes} x {plan.cluster.gpus_per_node} "
+            f"{plan.model} needs {ranks} ranks ({plan.layout.told()}); this build trains on one "
+            "rank. Leave cluster out to use one device of this machine, or set cluster.nodes=1 "
+            "and cluster.gpus_per_node=1."
+        )
+
+
+def _as_started(config: RunConfig) -> RunConfig:
+    """The config with planned values that are left out taken from the run it goes on with."""
+    run_directory = Path(config.run_directory)
+    if not (run_directory / META).is_file() or not list_checkpoints(run_directory):
+        return config
+    started = read_meta(run_directory).config.get("train")
+    if not isinstance(started, dict):
+        return config
+    absent = [name for name in _PLANNED if getattr(config.train, name) is None]
+    return _with_train(config, {name: started.get(name) for name in absent})
+
+
+def _with_train(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The config with other values under `train`."""
+    return config.model_copy(update={"train": config.train.model_copy(update=dict(values))})

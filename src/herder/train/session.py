@@ -1,0 +1,111 @@
+"""One call of `herder train` in a locked run directory: find, build, announce, train, close.
+
+Owns the files of a run directory that are not checkpoints, and which sinks hear what.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from herder.checkpoint.directory import step_of
+from herder.checkpoint.metadata import write_meta
+from herder.checkpoint.source import ModelSource
+from herder.config.run import RunConfig
+from herder.observe.console import progress_sinks
+from herder.observe.events import Bus, Notice, RunStarted, Sink
+from herder.observe.sinks import JsonLinesSink
+from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
+from herder.plan.training import TrainingPlan
+from herder.train.build import build_run
+from herder.train.device import choose_device, describe_device
+from herder.train.interrupt import StopRequest
+from herder.train.loop import Outcome, train
+from herder.train.resume import find_checkpoint, load_progress
+from herder.train.state import TrainRun
+
+EVENTS = "events.jsonl"
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+TENSORBOARD = "tensorboard"
+
+
+def run_training(
+    config: RunConfig,
+    source: ModelSource,
+    plan: TrainingPlan,
+    *,
+    tokenizer: Path,
+    stop: StopRequest,
+) -> Outcome:
+    """Train from the start or go on, until done or asked to stop. Hold the directory's lock.
+
+    A run whose steps are all done already is told so and left alone.
+    """
+    run_directory = Path(config.run_directory)
+    bus = Bus(_sinks(config, run_directory))
+    try:
+        checkpoint = find_checkpoint(run_directory, config, bus)
+        if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
+            return _finished_before(checkpoint, config, bus)
+        run = build_run(
+            config,
+            source,
+            tokenizer=tokenizer,
+            plan=plan,
+            device=choose_device(),
+            is_resumed=checkpoint is not None,
+        )
+        _write_run_files(run, plan)
+        first_step = 0 if checkpoint is None else step_of(checkpoint)
+        bus.emit(_run_started(run, plan, first_step))
+        start = run.progress(step=0, tokens=0)
+        if checkpoint is not None:
+            start = load_progress(run, checkpoint, bus)
+        return train(run, start, bus, stop_signal=lambda: stop.signal)
+    finally:
+        bus.close()
+
+
+def _sinks(config: RunConfig, run_directory: Path) -> list[Sink]:
+    sinks: list[Sink] = [JsonLinesSink(run_directory / EVENTS)]
+    if config.observe.tensorboard and tensorboard_is_installed():
+        sinks.append(TensorBoardSink(run_directory / TENSORBOARD))
+    return sinks + progress_sinks(config.observe.progress, sys.stderr)
+
+
+def _finished_before(checkpoint: Path, config: RunConfig, bus: Bus) -> Outcome:
+    step, steps = step_of(checkpoint), config.train.steps
+    told = f"{checkpoint} has done {step} steps of {steps}: nothing is left to do. "
+    bus.emit(Notice(message=f"{told}To go on, --set train.steps={2 * step}."))
+    return Outcome(step=step, last_step=None, held_out=None, checkpoint=checkpoint, stopped_by=None)
+
+
+def _write_run_files(run: TrainRun, plan: TrainingPlan) -> None:
+    """What the run is made of, readable beside its checkpoints; config.yaml is a recipe again."""
+    settings = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
+    (run.run_directory / CONFIG).write_text(settings, encoding="utf-8")
+    (run.run_directory / PLAN).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_meta(run.meta, run.run_directory)
+
+
+def _run_started(run: TrainRun, plan: TrainingPlan, first_step: int) -> RunStarted:
+    return RunStarted(
+        run_directory=str(run.run_directory),
+        model=run.meta.model,
+        parameters=plan.parameters,
+        first_step=first_step,
+        steps=run.config.train.steps,
+        step_tokens=run.step_tokens,
+        precision=run.settings.precision,
+        device=describe_device(run.settings.device),
+        num_threads=torch.get_num_threads(),
+        flops_per_token=run.flops_per_token,
+        peak_flops_per_second=run.peak_flops_per_second,
+        peak_source=run.peak_source,
+        config_hash=run.meta.config_hash,
+        git_commit=run.meta.git_commit,
+    )

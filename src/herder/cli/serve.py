@@ -11,7 +11,7 @@ from herder.config.run import ServeConfig
 from herder.serve.app import create_app
 from herder.serve.host import Host
 from herder.serve.load import banner, load_service, window_tokens
-from herder.serve.server import bind, run, url_of
+from herder.serve.server import Server, bind, url_of
 
 _DEFAULTS = ServeConfig()
 
@@ -71,9 +71,10 @@ def command(
     bound = bind(host, port)
     served = Host(lambda: load_service(source, folder, config))
     click.echo(f"loading {source.name}", err=True)
-    run(
+    server = Server(
         create_app(served),
         served,
         bound,
         on_ready=lambda: click.echo(banner(served.service(), config, url_of(bound))),
     )
+    server.serve_until_stopped()

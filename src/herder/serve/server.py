@@ -57,70 +57,71 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{name}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that drains the host first: the port stays open and says 503 until that is done."""
+class Server(uvicorn.Server):
+    """uvicorn that loads a host and drains it: the port says 503 before and after, not nothing."""
 
-    def __init__(self, config: uvicorn.Config, host: Host, *, drain_seconds: float) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        app: FastAPI,
+        host: Host,
+        bound: socket.socket,
+        *,
+        on_ready: Callable[[], None],
+        drain_seconds: float = DRAIN_SECONDS,
+    ) -> None:
+        """`on_ready` is called once the model is loaded, if it is."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_TIMEOUT_SECONDS,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+            )
+        )
         self._host = host
+        self._bound = bound
+        self._on_ready = on_ready
         self._drain_seconds = drain_seconds
-        self._draining: asyncio.Task[None] | None = None
-        self._hurrying: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._endings: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
-        for ending in (self._draining, self._hurrying):
-            if ending is not None:
-                await ending
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second one ends at once."""
-        assert self._loop is not None, "signals are handled while serving only"
-        self._loop.call_soon_threadsafe(self.stop)
+    def serve_until_stopped(self) -> None:
+        """Serve until a signal or `stop`. Raises what loading the model raised."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._load_and_serve())
+        if self._host.failure is not None:
+            raise self._host.failure
 
     def stop(self) -> None:
-        """Begin to drain; called again, end at once."""
-        if self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain(self._drain_seconds))
-        elif not self.force_exit:
-            self.force_exit = True
-            self._hurrying = asyncio.ensure_future(self._drain(0))
+        """Begin to drain; called again, end at once. From any thread."""
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What uvicorn calls for SIGINT and SIGTERM."""
+        self.stop()
+
+    async def _load_and_serve(self) -> None:
+        def loaded() -> None:
+            self._loop.call_soon_threadsafe(self._loaded)
+
+        self._host.start(on_loaded=loaded)
+        await self.serve([self._bound])
+        await asyncio.gather(*self._endings)
+
+    def _loaded(self) -> None:
+        if self._host.failure is not None:
+            self._stop()
+        elif not self._endings:
+            self._on_ready()
+
+    def _stop(self) -> None:
+        is_first = not self._endings
+        self.force_exit = not is_first
+        limit_seconds = self._drain_seconds if is_first else 0
+        self._endings.append(asyncio.ensure_future(self._drain(limit_seconds)))
 
     async def _drain(self, limit_seconds: float) -> None:
         await asyncio.to_thread(self._host.finish, limit_seconds=limit_seconds)
         self.should_exit = True
-
-
-def run(
-    app: FastAPI,
-    host: Host,
-    bound: socket.socket,
-    *,
-    on_ready: Callable[[], None],
-    drain_seconds: float = DRAIN_SECONDS,
-) -> None:
-    """Serve until a signal ends it. Raises what loading the model raised."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_SECONDS,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-    )
-    server = _Server(config, host, drain_seconds=drain_seconds)
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-
-        def loaded() -> None:
-            loop.call_soon_threadsafe(server.stop if host.failure else on_ready)
-
-        host.start(on_loaded=loaded)
-        await server.serve([bound])
-
-    asyncio.run(serve())
-    if host.failure is not None:
-        raise host.failure

@@ -122,8 +122,11 @@ class PackedRows:
         """Which pieces lie in `row`, in order."""
         return range(int(self._row_ends[row - 1]) if row else 0, int(self._row_ends[row]))
 
-    def micro_batch(self, rows: NDArray[np.int64]) -> MicroBatch:
-        """The given rows side by side: T = len(rows) * sequence_length tokens."""
+    def micro_batch(self, rows: NDArray[np.int64], *, is_padded: bool = True) -> MicroBatch:
+        """The given rows side by side: T = len(rows) * sequence_length tokens.
+
+        Without padding T is less; evaluation, which asks for no equal sizes, saves its cost.
+        """
         starts: list[int] = []
         lengths: list[int] = []
         for row in rows.tolist():
@@ -131,7 +134,8 @@ class PackedRows:
             row_lengths = self.pieces.lengths[inside.start : inside.stop].tolist()
             starts += self.pieces.starts[inside.start : inside.stop].tolist()
             lengths += row_lengths
-            if padding := self.sequence_length - sum(row_lengths):
+            padding = self.sequence_length - sum(row_lengths)
+            if padding and is_padded:
                 starts.append(-1)
                 lengths.append(padding)
         return _assemble(self.tokens, starts, lengths)

@@ -116,13 +116,11 @@ def evaluate_perplexity(
     Raises ModelError where a log-probability is not finite.
     """
     longest = int(np.diff(documents.offsets).max()) - 1
-    wanted = max(longest, min(_MICRO_BATCH_TOKENS, documents.num_predictions))
-    packed = PackedRows(
-        documents.tokens, documents.offsets, sequence_length=min(window_tokens, wanted)
-    )
+    row_length = min(window_tokens, max(longest, _MICRO_BATCH_TOKENS))
+    packed = PackedRows(documents.tokens, documents.offsets, sequence_length=row_length)
     nats = np.zeros(len(documents.offsets) - 1)
     num_done = 0
-    rows_at_once = max(1, _MICRO_BATCH_TOKENS // packed.sequence_length)
+    rows_at_once = max(1, _MICRO_BATCH_TOKENS // row_length)
     for start in range(0, packed.num_rows, rows_at_once):
         rows = np.arange(start, min(start + rows_at_once, packed.num_rows))
         num_done += _add_nats(decoder, packed, rows, nats, device=device)
@@ -152,7 +150,7 @@ def _add_nats(
     device: torch.device,
 ) -> int:
     """Add what the pieces in `rows` cost to their documents' nats; returns their tokens."""
-    batch = packed.micro_batch(rows)
+    batch = packed.micro_batch(rows, is_padded=False)
     moved = batch.to(device)
     logprob_T = decoder(
         moved.tokens_T,
@@ -160,7 +158,7 @@ def _add_nats(
         attend=PackedAttend(batch.document_lengths, device=device.type),
         readout=LogProbReadout(moved.targets_T),
     )
-    cost_T = -logprob_T.double().cpu().numpy() * batch.weights_T.numpy()
+    cost_T = -logprob_T.double().cpu().numpy()
     if not np.isfinite(cost_T).all():
         raise ModelError(
             f"The model gives {int((~np.isfinite(cost_T)).sum())} of {len(cost_T)} tokens a "
@@ -168,10 +166,9 @@ def _add_nats(
             "--precision fp32."
         )
     starts = np.cumsum([0, *batch.document_lengths[:-1]])
-    real = batch.weights_T.numpy()[starts] > 0
     pieces = np.concatenate([np.array(packed.row_pieces(row)) for row in rows.tolist()])
-    np.add.at(nats, packed.pieces.documents[pieces], np.add.reduceat(cost_T, starts)[real])
-    return int(packed.pieces.lengths[pieces].sum())
+    np.add.at(nats, packed.pieces.documents[pieces], np.add.reduceat(cost_T, starts))
+    return batch.num_tokens
 
 
 def _result(

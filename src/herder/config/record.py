@@ -6,8 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A frozen pydantic model: a wrong type or an unknown key is an error, never coerced or dropped."""
+    """A frozen pydantic model: wrong types and unknown keys are errors, never coerced or dropped.
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    Validators are built when a record is first used: importing the records must cost next to
+    nothing, since `herder plan` answers at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)

@@ -153,8 +153,8 @@ class TrainConfig(Record):
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16: fp32 parameters under autocast."""
     seed: NonNegativeInt = 0
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     clip_norm: PositiveFloat = 1.0
     recompute: Literal["none", "full"] = "none"
     """full: every block's activations are computed again in the backward pass."""
@@ -208,9 +208,9 @@ class RunConfig(Record):
     model: ModelConfig
     cluster: ClusterConfig | None = None
     layout: Literal["auto"] | LayoutConfig = "auto"
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    observe: ObserveConfig = ObserveConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    serve: ServeConfig = ServeConfig()
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)

@@ -291,8 +291,8 @@ def _notes(
     yield from _walls(fit, refused, utilization, gpu.memory_gb)
     if fit.dtype == "fp8":
         yield (
-            f"fp8 weights and cache: {fit.num_sequences} sequences with every parameter at one byte; "
-            f"{fit.num_sequences_bf16_ends} when embedding and head stay in bf16."
+            f"fp8 weights and cache: {fit.num_sequences} sequences with every parameter at one "
+            f"byte; {fit.num_sequences_bf16_ends} when embedding and head stay in bf16."
         )
     if context > architecture.max_position_embeddings:
         yield (
@@ -308,7 +308,9 @@ def _notes(
         )
     replicas = cluster.num_gpus // (fit.tp * fit.pp)
     if replicas > 1:
-        yield f"{replicas} replicas of {fit.tp * fit.pp} GPUs; sequences are counted for one."
+        size = fit.tp * fit.pp
+        gpus = "1 GPU" if size == 1 else f"{size} GPUs"
+        yield f"{replicas} replicas of {gpus} each; sequences are counted for one."
     left = cluster.num_gpus - replicas * fit.tp * fit.pp
     if left:
         yield f"{left} of {cluster.num_gpus} GPUs stay unused."
@@ -323,8 +325,8 @@ def _walls(fit: _Fit, refused: list[_Fit], utilization: float, memory_gb: float)
         stages = f", {pp} stages" if pp > 1 else ""
         yield (
             f"{dtype} is a wall: {way.weights / GB:.1f} GB of weights a GPU at TP {way.tp}{stages} "
-            f"and {way.sequence / GB:.1f} GB for one sequence, {way.budget / GB:.1f} GB may be filled "
-            f"({utilization:.0%} of {memory_gb:g} GB)."
+            f"and {way.sequence / GB:.1f} GB for one sequence, {way.budget / GB:.1f} GB may be "
+            f"filled ({utilization:.0%} of {memory_gb:g} GB)."
         )
 
 

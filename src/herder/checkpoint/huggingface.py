@@ -115,6 +115,22 @@ def load_decoder(
     return decoder
 
 
+def stored_dtype(source: ModelSource) -> torch.dtype:
+    """The dtype that most of a source's values are stored in; fp32 where blocks are quantized."""
+    if source.weights is None:
+        return torch.float32
+    if source.weights == "gguf":
+        tensors = read_gguf(source.files[0]).tensors.values()
+        kinds = [(each.kind, each.num_bytes) for each in tensors]
+    else:
+        kinds = [(each.dtype, each.num_bytes) for each in stored_tensors(source.files).values()]
+    totals: dict[str, int] = {}
+    for kind, num_bytes in kinds:
+        totals[kind] = totals.get(kind, 0) + num_bytes
+    largest = max(totals, key=lambda kind: totals[kind])
+    return _TORCH_DTYPES.get(largest, torch.float32)
+
+
 def load_weights(
     decoder: Decoder, source: ModelSource, *, dtype: torch.dtype, device: str | torch.device
 ) -> None:

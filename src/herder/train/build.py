@@ -110,8 +110,8 @@ def build_model(
     return decoder.train()
 
 
-def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> ExperimentMeta:
-    """What this run is made of, as of step 0."""
+def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan | None) -> ExperimentMeta:
+    """What this run is made of, as of step 0; a converted model has no plan."""
     settings = config.model_dump(mode="json")
     return ExperimentMeta(
         model=source.name,
@@ -119,7 +119,7 @@ def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> Ex
         architecture=source.architecture.model_dump(mode="json"),
         config=settings,
         config_hash=config_hash(settings),
-        plan=plan.model_dump(mode="json"),
+        plan={} if plan is None else plan.model_dump(mode="json"),
         git_commit=source_commit(),
         versions={
             "herder": importlib.metadata.version("herder"),

@@ -1,0 +1,68 @@
+"""`herder convert`: one form of a model into another. Composition only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from herder.checkpoint.huggingface import load_decoder, save_huggingface, stored_dtype
+from herder.checkpoint.run import DataPosition, Progress, TrainTensors, save_checkpoint
+from herder.checkpoint.source import ModelSource
+from herder.cli.models import resolve, tokenizer_folder
+from herder.config.run import ModelConfig, RunConfig
+from herder.errors import CheckpointError
+from herder.model.decoder import Decoder
+from herder.serve.load import DTYPES
+from herder.train.build import build_meta
+from herder.train.source import model_files
+
+
+@click.command("convert")
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["huggingface", "run"]),
+    help="Default: a run directory from a Hugging Face folder, else a Hugging Face folder.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(list(DTYPES)),
+    help="Of the tensors written. Default: as stored; fp32 from quantized blocks.",
+)
+def command(source: str, target: Path, form: str | None, precision: str | None) -> None:
+    """Write SOURCE, in another form, to the new folder TARGET.
+
+    SOURCE is a Hugging Face folder or hub id, a .gguf file or a run directory (its newest
+    checkpoint). The tokenizer and the chat template come along.
+    """
+    found = resolve(source)
+    dtype = DTYPES[precision] if precision else stored_dtype(found)
+    decoder = load_decoder(found, dtype=dtype)
+    form = form or ("run" if found.weights == "safetensors" else "huggingface")
+    if form == "run":
+        _write_run(decoder, found, source, target)
+    else:
+        like = replace(found, folder=tokenizer_folder(found)) if found.weights == "gguf" else found
+        save_huggingface(decoder, target, family=found.family, like=like)
+    click.echo(f"{found.name} is in {target}", err=True)
+
+
+def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Path) -> None:
+    """A run at step 0, without an optimizer's state: a model to evaluate, serve or start from."""
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists already and is not empty. Name another folder.")
+    config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
+    save_checkpoint(
+        target,
+        TrainTensors(model=dict(decoder.named_parameters()), optimizer={}),
+        progress=Progress(
+            step=0, tokens=0, data=DataPosition(corpus="", seed=0, step=0), schedule={}
+        ),
+        meta=build_meta(config, found, None),
+        model_files=model_files(found, tokenizer_folder(found)),
+        keep_last=1,
+    )

@@ -1,0 +1,96 @@
+"""A parity case made by transformers, now. The only file that loads that optional package.
+
+Rows are random ids, one of them padded on the left, run as one batch with eager attention in fp32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from herder.checkpoint.huggingface import save_huggingface
+from herder.checkpoint.source import ModelSource
+from herder.errors import ModelError, ResourceError
+from herder.evaluate.golden import Golden, build_golden
+from herder.model.decoder import Decoder
+
+NUM_ROWS = 3
+NUM_TOKENS = 40
+NUM_PADS = 7
+"""Of the last row."""
+NUM_GREEDY = 8
+
+
+def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) -> Golden:
+    """What transformers computes with the model's own files on seeded random tokens.
+
+    A Hugging Face folder or GGUF file is read by transformers itself. A run's checkpoint is written
+    out from `decoder` first, for transformers cannot read one. Raises ResourceError where the
+    package is missing, ModelError where it refuses the model.
+    """
+    library = _load_library()
+    with tempfile.TemporaryDirectory(prefix="herder-parity-") as scratch:
+        try:
+            model = _load_model(library, source, decoder, Path(scratch))
+        except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+            raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
+    return _run(model, origin=f"transformers {library.__version__}", seed=seed)
+
+
+def _load_library() -> Any:
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError:
+        raise ResourceError(
+            "comparing with transformers needs that package: pip install 'herder[parity]'. Or "
+            "compare with stored logits: --golden DIR."
+        ) from None
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+def _load_model(library: Any, source: ModelSource, decoder: Decoder, scratch: Path) -> Any:
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if source.weights == "gguf":
+        path = source.files[0]
+        # Its default keeps blocks packed and computes with them, in other than fp32.
+        options["quantization_config"] = library.GgufConfig(dequantize=True)
+        options["gguf_file"] = path.name
+        folder = path.parent
+    elif source.weights == "run":
+        folder = scratch / "model"
+        save_huggingface(decoder, folder, family=source.family)
+    else:
+        assert source.folder is not None, "a model with safetensors has a folder"
+        folder = source.folder
+    model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
+    model.generation_config = library.GenerationConfig()
+    return model.eval()
+
+
+def _run(model: Any, *, origin: str, seed: int) -> Golden:
+    generator = np.random.default_rng(seed)
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = generator.integers(0, vocab_size, (NUM_ROWS, NUM_TOKENS))
+    mask = np.ones_like(input_ids)
+    mask[-1, :NUM_PADS] = 0
+    positions = np.maximum(mask.cumsum(-1) - 1, 0)
+    given = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(mask)}
+    with torch.inference_mode():
+        out = model(**given, position_ids=torch.from_numpy(positions), output_hidden_states=True)
+        made = model.generate(**given, do_sample=False, max_new_tokens=NUM_GREEDY, pad_token_id=0)
+    return build_golden(
+        origin,
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        logits=out.logits.numpy(),
+        greedy=made[:, NUM_TOKENS:].numpy(),
+        hidden_row0=torch.stack([each[0] for each in out.hidden_states]).numpy(),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -80,3 +81,31 @@ def small_tokenizer_json() -> str:
     lines = ["The quick brown fox jumps over the lazy dog.", "How is the weather today?"]
     backend.train_from_iterator([*lines, "今天天气如何,今天天气很好。"] * 4, trainer)
     return backend.to_str()
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_json: str) -> Path:
+    """A model's folder: random weights, a head wider than the tokenizer, a chat template."""
+    import torch
+
+    from herder.checkpoint.huggingface import save_huggingface
+    from herder.families.registry import architecture_from_hf, family_named
+    from herder.model.build import build_decoder, initialize_weights
+
+    family = family_named("llama")
+    config = {**family.tiny_config(), "vocab_size": 416, "max_position_embeddings": 256}
+    architecture = architecture_from_hf({**config, "initializer_range": 0.2}, name="tiny")
+    decoder = build_decoder(architecture, device="cpu", dtype=torch.float32)
+    initialize_weights(decoder, seed=0)
+    folder = tmp_path_factory.mktemp("models") / "tiny-chat"
+    save_huggingface(decoder, folder, family=family.name)
+    template = (
+        "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer.json").write_text(small_tokenizer_json)
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+    return folder

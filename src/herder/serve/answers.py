@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from herder.data.tokenizer import Tokenizer
 from herder.engine.engine import Generation, Listener
 from herder.engine.request import (
     Event,
@@ -54,16 +55,31 @@ class Part:
     usage: Usage | None = None
 
 
+class TokenPlaces:
+    """Where in a text its tokens stand, told one after the other."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.detokenizer()
+        self._length = 0
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token's text, in characters."""
+        start = self._length
+        text = self._decoder.add(token_id)
+        self._length += len(text)
+        # A token may also bring out the halves of characters that were held before it.
+        own = self._tokenizer.decode([token_id])
+        return self._length - len(own) if own and text.endswith(own) else start
+
+
 class _Choice:
     """Turns one choice's events into parts; tokens without text yet wait for the next one."""
 
-    def __init__(self, index: int, request: Request, service: Service) -> None:
+    def __init__(self, index: int, service: Service) -> None:
         self._index = index
         self._tokens: list[ScoredToken] = []
-        self._text_length = 0
-        self._meter = (
-            service.tokenizer.detokenizer() if request.params.logprobs is not None else None
-        )
+        self._places = TokenPlaces(service.tokenizer)
 
     def read(self, event: Event) -> Part | None:
         match event:
@@ -76,9 +92,9 @@ class _Choice:
                 return Part(self._index, prompt=event)
 
     def _keep(self, event: TokenMade) -> None:
-        if event.logprobs is not None and self._meter is not None:
-            self._tokens.append(ScoredToken(event.logprobs, self._text_length))
-            self._text_length += len(self._meter.add(event.token_id))
+        if event.logprobs is not None:
+            place = self._places.next(event.token_id)
+            self._tokens.append(ScoredToken(event.logprobs, place))
 
     def _taken(self) -> tuple[ScoredToken, ...]:
         taken, self._tokens = tuple(self._tokens), []
@@ -105,7 +121,7 @@ class Answers:
         """Queues all requests or none; raises as Engine.submit_all does."""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._choices = [_Choice(index, each, service) for index, each in enumerate(requests)]
+        self._choices = [_Choice(index, service) for index in range(len(requests))]
         self._num_open = len(requests)
         listeners = [
             service.metrics.watch(self._listener(index), counts_prompt=index % num_choices == 0)

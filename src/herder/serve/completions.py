@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from herder.engine.request import PromptScored, Request, TokenLogprobs
-from herder.serve.answers import Part
+from herder.serve.answers import Part, TokenPlaces
 from herder.serve.protocol import CompletionBody
 from herder.serve.service import DEFAULT_COMPLETION_TOKENS, Service
 
@@ -104,11 +104,10 @@ class CompletionFormat:
 
     def _prompt_rows(self, index: int, prompt: PromptScored) -> Iterator[_LogprobRow]:
         """The prompt's tokens; where its text is not quite its tokens', offsets stay inside it."""
-        meter, offset = self._tokenizer.detokenizer(), 0
+        places = TokenPlaces(self._tokenizer)
         end = len(self._echoes[index])
         for token_id, scored in zip(self._requests[index].prompt_ids, prompt.logprobs, strict=True):
-            yield token_id, scored, min(offset, end)
-            offset += len(meter.add(token_id))
+            yield token_id, scored, min(places.next(token_id), end)
 
     def _logprobs(self, rows: Sequence[_LogprobRow]) -> dict[str, list[Any]]:
         return {

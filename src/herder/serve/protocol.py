@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from herder.config.record import Record
@@ -88,7 +88,13 @@ LogitBias: TypeAlias = Annotated[
 ]
 
 
-class StreamOptions(Record):
+class Body(Record):
+    """A record whose validator is built at once: FastAPI takes it when a route is declared."""
+
+    model_config = ConfigDict(defer_build=False)
+
+
+class StreamOptions(Body):
     """What a stream tells besides the text."""
 
     include_usage: bool | None = None
@@ -96,7 +102,7 @@ class StreamOptions(Record):
     include_obfuscation: Annotated[Any, _unless(None, False)] = None
 
 
-class SamplingFields(Record):
+class SamplingFields(Body):
     """What both kinds of completion share. null is the same as absent."""
 
     model: str | None = None
@@ -173,14 +179,14 @@ class CompletionBody(SamplingFields):
         return self
 
 
-class ContentPart(Record):
+class ContentPart(Body):
     """One part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Record):
+class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -237,7 +243,7 @@ class ChatBody(SamplingFields):
         return self
 
 
-class TokenizeBody(Record):
+class TokenizeBody(Body):
     """POST /tokenize: a prompt as /v1/completions would read it, or a chat."""
 
     model: str | None = None
@@ -254,7 +260,7 @@ class TokenizeBody(Record):
         return self
 
 
-class DetokenizeBody(Record):
+class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None

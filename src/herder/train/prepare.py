@@ -71,10 +71,10 @@ def _refuse_more_ranks(plan: TrainingPlan) -> None:
     ranks = plan.layout.num_ranks
     if ranks > 1:
         raise PlanError(
-            f"layout: the plan for {plan.cluster.nodes} x {plan.cluster.gpus_per_node} "
-            f"{plan.model} needs {ranks} ranks ({plan.layout.told()}); this build trains on one "
-            "rank. Leave cluster out to use one device of this machine, or set cluster.nodes=1 "
-            "and cluster.gpus_per_node=1."
+            f"layout: {plan.model} on {plan.cluster.nodes} x {plan.cluster.gpus_per_node} devices "
+            f"is a plan of {ranks} ranks ({plan.layout.told()}), and this build trains on one. "
+            "Leave cluster out to use one device of this machine, or --set cluster.nodes=1 "
+            "--set cluster.gpus_per_node=1."
         )
 
 

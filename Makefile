@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 fetch: $(STAMP) ## Bring the small model and the corpus into the cache.
-	$(BIN)/herder data prepare smollm2-135m-instruct wikipedia-leads
+	$(BIN)/herder data fetch smollm2-135m-instruct wikipedia-leads
 
 demo: $(STAMP) ## Plan, train, evaluate and serve a real small model; under ten minutes on two cores.
 	$(BIN)/python scripts/demo.py

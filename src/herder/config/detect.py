@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from herder.config.catalog import gpu, gpu_names
+from herder.config.catalog import cluster_gpu, gpu, gpu_names
 from herder.config.run import ClusterConfig, GpuConfig
 from herder.units import GB, GIB
 
@@ -43,6 +43,29 @@ def detect_cluster() -> ClusterConfig:
         features=frozenset(features.group(1).split()) if features else frozenset(),
     )
     return ClusterConfig(nodes=1, gpus_per_node=1, gpu=device)
+
+
+def choose_cluster(
+    given: ClusterConfig | None,
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu_name: str | None = None,
+) -> ClusterConfig:
+    """A recipe's cluster with what flags say laid over it; without either, this machine.
+
+    Flags without a recipe's cluster start from one node: of eight GPUs, or of one `cpu`.
+    Raises ConfigError when the device is unknown.
+    """
+    if nodes is None and gpus_per_node is None and gpu_name is None:
+        return given or detect_cluster()
+    base = given or ClusterConfig()
+    device = gpu(gpu_name) if gpu_name is not None else cluster_gpu(base)
+    if gpus_per_node is None:
+        gpus_per_node = 1 if device.kind == "cpu" else base.gpus_per_node
+    return base.model_copy(
+        update={"nodes": nodes or base.nodes, "gpus_per_node": gpus_per_node, "gpu": device}
+    )
 
 
 def cpu_device(

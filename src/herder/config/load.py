@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from herder.config.catalog import gpu_names
+from herder.config.catalog import gpu_names, near_gpu
 from herder.config.run import RunConfig
 from herder.config.strict_yaml import KeyPath, read_yaml
 from herder.errors import ConfigError, close_match
@@ -119,7 +119,7 @@ def _unknown_gpu(tree: dict[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(name, str) and name.lower() not in gpu_names():
         yield (
             ("cluster", "gpu"),
-            f"{name!r} is not a known device. {close_match(name, gpu_names())} "
+            f"{name!r} is not a known device. {near_gpu(name)} "
             "A mapping with the device's own figures does too.",
         )
 

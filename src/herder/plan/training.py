@@ -116,6 +116,8 @@ def plan_training(
     request = Request(train, typical_batch_tokens, chooses_recompute)
     sizes = ModelSizes(architecture)
     if layout != "auto":
+        if objective == "fastest":
+            raise PlanError("objective fastest chooses the layout, but one is given: layout: auto.")
         choice: Choice | None = choose_given(sizes, cluster, request, layout, model)
     else:
         choice = choose_simplest(sizes, cluster, request)

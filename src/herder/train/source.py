@@ -18,10 +18,13 @@ from herder.errors import ConfigError, DataError, close_match
 from herder.families.registry import architecture_from_hf, architecture_to_hf, family_of
 
 
-def find_model(model: ModelConfig, resolve: Callable[[str], ModelSource]) -> ModelSource:
+def find_model(
+    model: ModelConfig, resolve: Callable[[str], ModelSource], *, needs_weights: bool = True
+) -> ModelSource:
     """The model of a recipe: its source, its source with keys replaced, or its own config.json.
 
-    Raises ConfigError when weights are asked for that are not there.
+    needs_weights=False is for planning, which does without. Raises ConfigError when weights are
+    asked for that are not there.
     """
     if model.source is None:
         assert model.config is not None, "ModelConfig requires one of source and config"
@@ -29,7 +32,7 @@ def find_model(model: ModelConfig, resolve: Callable[[str], ModelSource]) -> Mod
     source = resolve(model.source)
     if model.override:
         return _overridden(source, model.override)
-    if model.initialize == "pretrained" and not source.has_weights:
+    if needs_weights and model.initialize == "pretrained" and not source.has_weights:
         raise ConfigError(
             f"model.source: {source.name} has a config but no weights here. Give a folder or hub "
             "id that has, or --set model.initialize=random."

@@ -1,0 +1,77 @@
+"""`herder plan train MODEL|RECIPE`. Composition only."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from herder.cli.models import resolve
+from herder.cli.plan_options import COUNT, cluster_options
+from herder.config.detect import choose_cluster
+from herder.config.load import load_run_config
+from herder.errors import ConfigError
+from herder.plan.design import write_design
+from herder.plan.table import training_table
+from herder.plan.training import Objective, plan_model_training, plan_training
+from herder.train.source import find_model
+
+
+@click.command("train")
+@click.argument("model")
+@cluster_options
+@click.option("--sequence-length", type=COUNT, help="Tokens.  [default: 8192, or the window]")
+@click.option("--global-batch-tokens", type=COUNT, help="Tokens a step.  [default: about 4M]")
+@click.option("--objective", type=click.Choice(["simplest", "fastest"]), default="simplest")
+@click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a RECIPE.")
+@click.option("-o", "output", type=click.Path(path_type=Path), help="Write a RECIPE's design.md.")
+@click.option("--gpu-hour-price", type=click.FloatRange(min=0), help="For the cost in design.md.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def train(
+    model: str,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    gpu_name: str | None,
+    sequence_length: int | None,
+    global_batch_tokens: int | None,
+    objective: Objective,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    gpu_hour_price: float | None,
+    as_json: bool,
+) -> None:
+    """How to train MODEL (a name, folder, hub id, .gguf, or a recipe's .yaml), and what it takes.
+
+    \b
+    herder plan train llama-3-8b --nodes 4 --gpu h100-80gb --objective fastest
+    herder plan train recipes/demo.yaml -o design.md --gpu-hour-price 2.50
+    """
+    flags = {"sequence_length": sequence_length, "global_batch_tokens": global_batch_tokens}
+    choose = partial(choose_cluster, nodes=nodes, gpus_per_node=gpus_per_node, gpu_name=gpu_name)
+    find = partial(resolve, needs_weights=False)
+    if gpu_hour_price is not None and output is None:
+        raise ConfigError("--gpu-hour-price is for the design: give -o design.md too.")
+    if Path(model).suffix in (".yaml", ".yml"):
+        given = [f"train.{name}={value}" for name, value in flags.items() if value is not None]
+        config = load_run_config(Path(model), [*overrides, *given])
+        source = find_model(config.model, find, needs_weights=False)
+        plan = plan_training(
+            source.architecture,
+            choose(config.cluster),
+            config.train,
+            config.layout,
+            model=source.name,
+            objective=objective,
+        )
+        if output is not None:
+            write_design(output, config, plan, recipe=model, gpu_hour_price=gpu_hour_price)
+    elif overrides or output:
+        raise ConfigError(f"--set and -o go with a recipe's .yaml file; {model!r} is a model.")
+    else:
+        source = find(model)
+        plan = plan_model_training(
+            source.architecture, choose(None), model=source.name, objective=objective, **flags
+        )
+    Console().print(training_table(plan)) if not as_json else click.echo(plan.model_dump_json())

@@ -1,0 +1,119 @@
+"""`herder data` as a user runs it, on a small corpus of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from herder.cli.main import run
+
+RECIPE = """
+model:
+  config:
+    architectures: [LlamaForCausalLM]
+    model_type: llama
+    vocab_size: 512
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 1
+    num_attention_heads: 2
+    max_position_embeddings: 128
+    rms_norm_eps: 1.0e-5
+  initialize: random
+data: {{source: {corpus}, tokenizer: {tokenizer}, validation_fraction: 0.1}}
+train: {{sequence_length: 64, micro_batch_size: 2, global_batch_tokens: 256}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, small_tokenizer_json: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HERDER_CACHE", str(tmp_path / "cache"))
+    corpus, tokenizer = tmp_path / "corpus.txt", tmp_path / "tokenizer.json"
+    fox = "The quick brown fox number {} jumps over the lazy dog, again and again. "
+    corpus.write_text("\n\n".join(fox.format(index) * (1 + index % 9) for index in range(120)))
+    tokenizer.write_text(small_tokenizer_json)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(corpus=corpus, tokenizer=tokenizer))
+    return path
+
+
+def test_prepare_tells_the_figures_and_the_second_time_finds_them(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summaries = []
+    for _ in range(2):
+        assert run(["data", "prepare", str(recipe), "--json"]) == 0
+        summaries.append(json.loads(capsys.readouterr().out))
+    assert summaries[0] == summaries[1]
+    figures = summaries[0]
+    assert figures["num_documents"] + figures["num_validation_documents"] == 120
+    assert sum(each["num_tokens"] for each in figures["lengths"]) == figures["num_tokens"]
+    assert 0.9 < figures["utilization"] <= 1
+    assert Path(figures["folder"], "train.tokens").is_file()
+
+
+def test_inspect_shows_lengths_packing_and_a_row_as_text(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["data", "inspect", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "of them in use",
+        "share of tokens",
+        "The first row of step 0",
+        "quick brown fox",
+    ):
+        assert words in shown
+
+
+def test_inspect_shows_the_row_that_the_step_reads(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = set()
+    for step in ("0", "1", "2"):
+        assert run(["data", "inspect", str(recipe), "--step", step]) == 0
+        (line,) = (
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("The first row")
+        )
+        rows.add(line.split(" row ")[-1])
+    assert len(rows) == 3
+
+
+def test_a_later_step_needs_the_batch_size(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = ["--set", "train.global_batch_tokens=null", "--step", "3"]
+    assert run(["data", "inspect", str(recipe), *planned]) == 2
+    assert "train.global_batch_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "data.source=nowhere.txt"], "No corpus 'nowhere.txt'"),
+        (["--set", "data.tokenizer=nowhere"], "No tokenizer at nowhere"),
+        (["--set", "data.tokenizer=null"], "set data.tokenizer"),
+    ],
+)
+def test_what_is_missing_is_named(
+    recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["data", "prepare", str(recipe), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_an_empty_corpus_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe.parent / "corpus.txt").write_text("\n\n")
+    assert run(["data", "prepare", str(recipe)]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_fetching_an_unknown_name_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "fetch", "wikipedia-lead"]) == 2
+    assert "Did you mean 'wikipedia-leads'?" in capsys.readouterr().err

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from herder.model.autograd import Function
+
 FEW_ROWS = 8
 """Up to here a product is bound by reading the weights, which are half as wide in bf16."""
 
@@ -44,13 +46,11 @@ def multiplies_bf16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class _WideProduct(torch.autograd.Function):
+class _WideProduct(Function):
     """bf16 in, bf16 out and kept for the backward pass; fp32 between."""
 
     @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         low_x_TI = x_TI.bfloat16()
         ctx.save_for_backward(low_x_TI, weight_OI, bias_O)
         ctx.x_dtype = x_TI.dtype
@@ -59,9 +59,7 @@ class _WideProduct(torch.autograd.Function):
             return F.linear(low_x_TI.float(), weight_OI.float(), bias_O).bfloat16()
 
     @staticmethod
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, grad_TO: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         low_x_TI, weight_OI, bias_O = ctx.saved_tensors
         wide_grad_TO = grad_TO.float()
         x_grad = weight_grad = bias_grad = None

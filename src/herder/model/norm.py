@@ -1,12 +1,18 @@
-"""RMSNorm in its published variants. Legend: the last dim is normalized."""
+"""RMSNorm in its published variants. Legend: the last dim is normalized.
+
+The backward pass is written out so that only x and one number a row are kept for it: the plain
+formula keeps the normed activations too, once more for every norm of every layer.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from herder.config.architecture import NormConfig
+from herder.model.autograd import Function
 
 
 class RmsNorm(nn.Module):
@@ -20,13 +26,36 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = rms(x.float(), self.eps)
         weight = self.weight + self.weight_offset if self.weight_offset else self.weight
-        if self.multiply_in_fp32:
-            return (normed * weight.float()).to(x.dtype)
-        return normed.to(x.dtype) * weight
+        return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32)
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
     """x divided by the root of its mean square over the last dim, without a weight."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, multiply_in_fp32: bool) -> Tensor:
+        wide_x = _wide(x)
+        scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.multiply_in_fp32 = multiply_in_fp32
+        normed = wide_x * scale
+        if multiply_in_fp32:
+            return (normed * _wide(weight)).to(x.dtype)
+        return normed.to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = _wide(grad), _wide(x) * scale
+        weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        inner = grad * _wide(weight)
+        x_grad = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+        return x_grad.to(x.dtype), weight_grad, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

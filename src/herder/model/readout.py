@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from herder.model.autograd import Function
 from herder.model.linear import multiplies_bf16, product_dtype
 
 
@@ -62,11 +63,11 @@ class LossReadout:
         )
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(Function):
     """sum_t w_t * (logsumexp(x_t W^T) - x_t W^T[target_t]), chunk by chunk."""
 
     @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
+    def forward(
         ctx: Any,
         x_TD: Tensor,
         weight_VD: Tensor,
@@ -98,9 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad_TD, weight_grad_VD = ctx.grads
         ctx.grads = None, None
         scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]

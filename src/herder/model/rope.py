@@ -12,6 +12,7 @@ keep the angles they were written with.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from herder.config.architecture import (
     RopeConfig,
     YarnScaling,
 )
+from herder.model.autograd import Function
 
 SMALLEST_TABLE = 256
 """Positions computed at first; a table doubles whenever a position is past its end."""
@@ -171,10 +173,32 @@ def _llama3_frequencies(scaling: Llama3Scaling, plain_R: Tensor) -> Tensor:
 
 def rotate(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
     """x with its first 2R dims rotated by each token's angles; cos and sin in x's dtype."""
-    cos_T1R = tables.cos_TR[:, None, :].to(x_TNH.dtype)
-    sin_T1R = tables.sin_TR[:, None, :].to(x_TNH.dtype)
+    return _Rotation.apply(x_TNH, tables.cos_TR, tables.sin_TR, tables.interleaved)
+
+
+class _Rotation(Function):
+    """A rotation's gradient is rotated back: nothing of x is kept for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos_TR, sin_TR)
+        ctx.interleaved = interleaved
+        return _turned(x_TNH, cos_TR, sin_TR, interleaved=interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
+        cos_TR, sin_TR = ctx.saved_tensors
+        back = _turned(grad_TNH, cos_TR, -sin_TR, interleaved=ctx.interleaved)
+        return back, None, None, None
+
+
+def _turned(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, interleaved: bool) -> Tensor:
+    cos_T1R = cos_TR[:, None, :].to(x_TNH.dtype)
+    sin_T1R = sin_TR[:, None, :].to(x_TNH.dtype)
     rotary_dim = 2 * cos_T1R.shape[-1]
-    if tables.interleaved:
+    if interleaved:
         pairs = x_TNH[..., :rotary_dim].unflatten(-1, (-1, 2))
         a, b = pairs[..., 0], pairs[..., 1]
         turned = torch.stack((a * cos_T1R - b * sin_T1R, b * cos_T1R + a * sin_T1R), -1).flatten(-2)

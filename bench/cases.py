@@ -1,0 +1,217 @@
+"""The work that is timed, once for each side: the same model, tokens, threads and optimizer.
+
+Building a case includes warm-up and compilation. Calling it does one repetition and returns how
+many tokens that processed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+DENSE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1_408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2_048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+"""Model D: 56.4 M parameters."""
+SEQUENCE_LENGTH = 512
+MICRO_BATCH_SIZE = 4
+PREFILL_TOKENS = 1_024
+DECODE_PROMPT_TOKENS = 32
+DECODE_TOKENS = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Case = Callable[[], int]
+
+
+def build(side: str, work: str, precision: str, mode: str, model: Path | None) -> Case:
+    """The case of one row and column of the tables."""
+    builders = {
+        ("herder", "train"): herder_training,
+        ("transformers", "train"): transformers_training,
+        ("herder", "decode"): herder_decoding,
+        ("transformers", "decode"): transformers_decoding,
+        ("herder", "prefill"): herder_prefill,
+        ("transformers", "prefill"): transformers_prefill,
+    }
+    builder = builders[side, work]
+    if work == "train":
+        return builder(precision, compiled=mode == "compile")
+    return builder(precision, model)
+
+
+def token_batches() -> torch.Tensor:
+    """[8, MICRO_BATCH_SIZE, SEQUENCE_LENGTH], the same random ids for both sides."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (8, MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
+    return torch.randint(0, DENSE["vocab_size"], shape, generator=generator)
+
+
+def prompt_tokens(num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1_000, 40_000, (num_tokens,), generator=generator)
+
+
+def herder_training(precision: str, *, compiled: bool) -> Case:
+    """One optimizer step of `herder train` a call."""
+    from herder.config.run import OptimizerConfig
+    from herder.data.batch import MicroBatch
+    from herder.families.registry import architecture_from_hf
+    from herder.model.build import build_decoder, initialize_weights, materialize
+    from herder.parallel.compile import apply_compile
+    from herder.train.optimizer import build_optimizer
+    from herder.train.step import StepSettings, train_step
+
+    decoder = build_decoder(architecture_from_hf(DENSE, name="model D"))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
+    if compiled:
+        apply_compile(decoder.layers, device_type="cpu")
+    optimizer = build_optimizer(decoder.named_parameters(), OptimizerConfig())
+    settings = StepSettings(
+        device=torch.device("cpu"), precision=precision, loss_chunk_tokens=512, clip_norm=1.0
+    )
+    positions_T = torch.arange(SEQUENCE_LENGTH).repeat(MICRO_BATCH_SIZE)
+    weights_T = (positions_T < SEQUENCE_LENGTH - 1).float()
+    batches = [
+        MicroBatch(
+            tokens_T=rows.flatten(),
+            positions_T=positions_T,
+            targets_T=rows.roll(-1, dims=1).flatten(),
+            weights_T=weights_T,
+            document_lengths=(SEQUENCE_LENGTH,) * MICRO_BATCH_SIZE,
+        )
+        for rows in token_batches()
+    ]
+
+    return _cycle(batches, lambda batch: train_step(decoder, optimizer, [batch], settings))
+
+
+def transformers_training(precision: str, *, compiled: bool) -> Case:
+    """The plain loop: model with labels, backward, clip to 1.0, fused AdamW."""
+    import transformers
+
+    config = transformers.LlamaConfig(**DENSE)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    called = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def step(rows: torch.Tensor) -> None:
+        with _autocast(precision):
+            loss = called(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return _cycle(list(token_batches()), step)
+
+
+def herder_decoding(precision: str, model: Path | None) -> Case:
+    """Greedy tokens after a short prompt, through the token loop that serves."""
+    return _herder_answer(precision, model, DECODE_PROMPT_TOKENS, DECODE_TOKENS)
+
+
+def herder_prefill(precision: str, model: Path | None) -> Case:
+    """A long prompt and its first token, through the token loop that serves."""
+    answer = _herder_answer(precision, model, PREFILL_TOKENS, 1)
+    return lambda: answer() * PREFILL_TOKENS
+
+
+def _herder_answer(
+    precision: str, model: Path | None, num_prompt_tokens: int, num_tokens: int
+) -> Case:
+    from herder.checkpoint.huggingface import load_weights
+    from herder.checkpoint.source import resolve_model
+    from herder.engine.request import Request, SamplingParams, TokenMade
+    from herder.engine.runner import Runner
+    from herder.model.build import build_decoder
+
+    source = resolve_model(str(model))
+    decoder = build_decoder(source.architecture)
+    load_weights(decoder, source, dtype=DTYPES[precision], device="cpu")
+    runner = Runner(decoder, window_tokens=2_048, eos_token_ids=source.eos_token_ids)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    request = Request(prompt_tokens(num_prompt_tokens).tolist(), params)
+
+    def answer() -> int:
+        with runner.serving():
+            sequence, num_made = runner.begin(request), 0
+            while num_made < num_tokens:
+                num_made += sum(isinstance(event, TokenMade) for event in runner.step(sequence))
+        return num_made
+
+    return answer
+
+
+def transformers_decoding(precision: str, model: Path | None) -> Case:
+    """`generate`, greedy, the same prompt and number of tokens."""
+    network = _transformers_model(precision, model)
+    prompt = prompt_tokens(DECODE_PROMPT_TOKENS)[None]
+
+    @torch.inference_mode()
+    def decode() -> int:
+        out = network.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            min_new_tokens=DECODE_TOKENS,
+            max_new_tokens=DECODE_TOKENS,
+            pad_token_id=0,
+        )
+        return out.shape[1] - prompt.shape[1]
+
+    return decode
+
+
+def transformers_prefill(precision: str, model: Path | None) -> Case:
+    """One forward of the same long prompt with a cache, logits of the last token only."""
+    network = _transformers_model(precision, model)
+    prompt = prompt_tokens(PREFILL_TOKENS)[None]
+
+    @torch.inference_mode()
+    def prefill() -> int:
+        network(input_ids=prompt, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        return PREFILL_TOKENS
+
+    return prefill
+
+
+def _autocast(precision: str) -> contextlib.AbstractContextManager[object]:
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _cycle(batches: list, step: Callable) -> Case:
+    position = iter(range(1 << 30))
+
+    def run() -> int:
+        step(batches[next(position) % len(batches)])
+        return MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+
+    return run
+
+
+def _transformers_model(precision: str, model: Path | None):
+    import transformers
+
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[precision])
+    return network.eval()

@@ -1,0 +1,224 @@
+"""herder beside transformers on the same work, weights, tokens and threads.
+
+Each comparison runs all its settings in processes of their own that take turns, repetition by
+repetition, so that a machine that slows down slows all of them. Prints medians, ratios of paired
+repetitions against the peer's fastest setting, and the share of what the machine can do at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import roofline
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+HERE = Path(__file__).parent
+DENSE_FLOPS_PER_TOKEN = 252.4e6
+"""Model D, forward and backward: 6 x 40.0 M matrix parameters and causal attention at 512."""
+AIMS = {
+    ("train", "fp32"): (1.1, 0.6),
+    ("train", "bf16"): (1.2, 0.6),
+    ("decode", "fp32"): (1.5, None),
+    ("decode", "bf16"): (1.5, None),
+    ("prefill", "fp32"): (1.2, None),
+    ("prefill", "bf16"): (1.2, None),
+}
+"""(speed against the peer's best setting, peak memory against that setting's)."""
+
+
+@dataclass
+class Worker:
+    """One setting: side and mode, its process and its measurements."""
+
+    side: str
+    mode: str
+    process: subprocess.Popen
+    rates: list[float] = field(default_factory=list)
+    peak_gb: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} {self.mode}"
+
+    @property
+    def tokens_per_second(self) -> float:
+        return statistics.median(self.rates)
+
+    def repeat(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        reply = self.read()
+        self.rates.append(reply["tokens"] / reply["seconds"])
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.peak_gb = self.read()["peak_gb"]
+        self.process.wait()
+
+    def read(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"bench: {self.name} died with exit status {self.process.wait()}")
+        return json.loads(line)
+
+
+def main() -> None:
+    arguments = parse()
+    console = Console()
+    limits = {
+        "fp32 GEMM GFLOP/s": roofline.gemm_gflops(torch.float32),
+        "bf16 GEMM GFLOP/s": roofline.gemm_gflops(torch.bfloat16),
+        "memory read GB/s": roofline.read_gb_per_second(),
+    }
+    console.print(f"{arguments.threads} threads, torch {torch.__version__}:", limits)
+    model = None
+    if {"decode", "prefill"} & set(arguments.works):
+        model = convert(arguments)
+    results = []
+    for work in arguments.works:
+        for precision in arguments.precisions:
+            workers = compare(work, precision, model, arguments)
+            results += report(console, work, precision, workers, limits)
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({"limits": limits, "rows": results}, indent=1))
+        console.print(f"rows: {arguments.output}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--works", nargs="+", default=["train", "decode", "prefill"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--modes", nargs="+", default=["eager", "compile"], help="of training")
+    parser.add_argument("--repeats", type=int, default=5, help="of each setting, in turns")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench/results.json"))
+    return parser.parse_args()
+
+
+def convert(arguments: argparse.Namespace) -> Path:
+    """SmolLM2-135M-Instruct as a folder both sides load."""
+    folder = Path("runs/bench/smollm2-135m-instruct")
+    if not folder.exists():
+        command = [sys.executable, "-m", "herder.cli.main", "convert", "smollm2-135m-instruct"]
+        subprocess.run([*command, str(folder)], check=True)
+    return folder
+
+
+def compare(
+    work: str, precision: str, model: Path | None, arguments: argparse.Namespace
+) -> list[Worker]:
+    modes = arguments.modes if work == "train" else ["eager"]
+    workers = []
+    with Progress(transient=True) as progress:
+        task = progress.add_task(f"{work} {precision}", total=2 * len(modes) * arguments.repeats)
+        for side in ("herder", "transformers"):
+            for mode in modes:
+                progress.update(task, description=f"{work} {precision}: starting {side} {mode}")
+                workers.append(start(side, work, precision, mode, model, arguments.threads))
+        for _ in range(arguments.repeats):
+            for worker in workers:
+                progress.update(task, description=f"{work} {precision}: {worker.name}")
+                worker.repeat()
+                progress.advance(task)
+    for worker in workers:
+        worker.close()
+    return workers
+
+
+def start(
+    side: str, work: str, precision: str, mode: str, model: Path | None, threads: int
+) -> Worker:
+    command = [sys.executable, str(HERE / "worker.py"), side, work]
+    command += ["--precision", precision, "--mode", mode, "--threads", str(threads)]
+    if model is not None:
+        command += ["--model", str(model)]
+    errors = tempfile.TemporaryFile()
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    )
+    worker = Worker(side, mode, process)
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        errors.seek(0)
+        raise SystemExit(f"bench: {worker.name}, {work} {precision}:\n{errors.read().decode()}")
+    return worker
+
+
+def report(
+    console: Console, work: str, precision: str, workers: list[Worker], limits: dict[str, float]
+) -> list[dict]:
+    peer = max(
+        (worker for worker in workers if worker.side != "herder"),
+        key=lambda worker: worker.tokens_per_second,
+    )
+    speed_aim, memory_aim = AIMS[work, precision]
+    title = f"{work} {precision}: ratios against {peer.name}; aim {speed_aim} x"
+    if memory_aim:
+        title += f" at {memory_aim:.0%} of its memory"
+    table = Table(title=title, title_justify="left")
+    for heading in ("setting", "tokens/s", "min", "max", "ratio", "peak GB", "memory", "of limit"):
+        table.add_column(heading, justify="left" if heading == "setting" else "right")
+    rows = []
+    for worker in workers:
+        ratio = statistics.median(
+            ours / theirs for ours, theirs in zip(worker.rates, peer.rates, strict=True)
+        )
+        share, limit = share_of_limit(work, precision, worker.tokens_per_second, limits)
+        rows.append(
+            {
+                "work": work,
+                "precision": precision,
+                "setting": worker.name,
+                "tokens_per_second": worker.tokens_per_second,
+                "ratio": ratio,
+                "peak_gb": worker.peak_gb,
+                "memory_ratio": worker.peak_gb / peer.peak_gb,
+                "share_of_limit": share,
+                "limit": limit,
+            }
+        )
+        table.add_row(
+            worker.name,
+            f"{worker.tokens_per_second:.1f}",
+            f"{min(worker.rates):.1f}",
+            f"{max(worker.rates):.1f}",
+            f"{ratio:.2f}",
+            f"{worker.peak_gb:.2f}",
+            f"{worker.peak_gb / peer.peak_gb:.0%}",
+            f"{share:.0%} {limit}",
+        )
+    console.print(table)
+    return rows
+
+
+def share_of_limit(
+    work: str, precision: str, tokens_per_second: float, limits: dict[str, float]
+) -> tuple[float, str]:
+    """Training and prefill are bound by products, decoding by reading the weights once a token."""
+    gemm_gflops = limits[f"{precision} GEMM GFLOP/s"]
+    if work == "train":
+        return tokens_per_second * DENSE_FLOPS_PER_TOKEN / 1e9 / gemm_gflops, "GEMM"
+    num_parameters = 134_515_008
+    if work == "prefill":
+        num_matrix_parameters = num_parameters - 49_152 * 576
+        return tokens_per_second * 2 * num_matrix_parameters / 1e9 / gemm_gflops, "GEMM"
+    bytes_per_token = num_parameters * (4 if precision == "fp32" else 2)
+    return tokens_per_second * bytes_per_token / 1e9 / limits["memory read GB/s"], "memory"
+
+
+if __name__ == "__main__":
+    main()

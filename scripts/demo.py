@@ -33,7 +33,8 @@ RUN = OUTPUT / "train"
 QUESTION = "What is the capital of France?"
 BIG_CLUSTER = ("--nodes", "2048", "--gpus-per-node", "8", "--gpu", "h100-80gb")
 
-INTERRUPT_AFTER_STEPS = 12
+INTERRUPT_AFTER_STEPS = 10
+EVALUATED_TOKENS = "4096"
 START_UP_SECONDS = 120
 STOP_SECONDS = 60
 
@@ -155,7 +156,8 @@ def steps_done() -> int:
 
 def evaluate(model: str, name: str) -> float:
     """Perplexity of a model on the held-out documents."""
-    result = herder_json("evaluate", model, keep=OUTPUT / f"perplexity_{name}.json")
+    keep = OUTPUT / f"perplexity_{name}.json"
+    result = herder_json("evaluate", model, "--max-tokens", EVALUATED_TOKENS, keep=keep)
     perplexity = result["perplexity"]
     assert isinstance(perplexity, float)
     console.print(f"perplexity {name} training: [bold]{perplexity:.2f}")

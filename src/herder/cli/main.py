@@ -21,7 +21,7 @@ QUESTIONS: dict[str, dict[str, str]] = {
         "plan": "Memory, layout, step time and cost of training or serving.",
     },
     "How do I train it?": {
-        "data": "Prepare and look at corpora and tokenizers.",
+        "data": "Bring models and texts, tokenize them, look at what a step reads.",
         "train": "Run a recipe; run it again and it goes on where it stopped.",
     },
     "Is it any good?": {

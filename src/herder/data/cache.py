@@ -48,6 +48,9 @@ def build_once(
 
 
 def _build(target: Path, build: Callable[[Path], None]) -> None:
+    """Under the lock: no one else builds this target."""
+    for left_by_a_kill in target.parent.glob(f".{target.name}.*/"):
+        shutil.rmtree(left_by_a_kill, ignore_errors=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         build(fresh)

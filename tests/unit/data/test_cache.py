@@ -57,6 +57,15 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_may_succeed(tmp_path: Pa
     assert is_whole(target)
 
 
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".thing.abc").mkdir()
+    (tmp_path / ".thing.abc" / "half").touch()
+    (tmp_path / ".other.abc").mkdir()
+    build_once(tmp_path / "thing", lambda fresh: (fresh / "done").touch(), is_whole=is_whole)
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {"thing", ".other.abc"}
+
+
 def test_what_is_damaged_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "thing"
     target.mkdir()

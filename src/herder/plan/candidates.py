@@ -19,7 +19,16 @@ from herder.plan.layout import (
     legal_expert_degrees,
     legal_tensor_degrees,
 )
-from herder.plan.memory import MemoryGb, Recompute, Workload, training_memory
+from herder.plan.memory import (
+    MemoryGb,
+    Recompute,
+    Workload,
+    even_share,
+    memory_budget_bytes,
+    state_bytes,
+    state_widths,
+    training_memory,
+)
 from herder.plan.stages import ModelSizes
 
 MICRO_BATCH_TARGET_TOKENS = {"gpu": 16_384, "cpu": 2_048}
@@ -122,6 +131,9 @@ def fits(
 ) -> Iterator[Fit]:
     """The ways this layout fits: without recompute before with it, large micro-batches first."""
     gpu = cluster_gpu(cluster)
+    widths = state_widths(layout, request.train.precision)
+    if state_bytes(even_share(sizes, layout), layout, widths) > memory_budget_bytes(gpu):
+        return
     for workload in workloads(layout, gpu.kind, request):
         memory = training_memory(sizes, layout, workload, gpu)
         if memory.total <= memory.budget:

@@ -105,10 +105,9 @@ def choose_fastest(sizes: ModelSizes, cluster: ClusterConfig, request: Request) 
     """
     asked = request.train.global_batch_tokens
     ranked: list[tuple[bool, float, Fit]] = []
-    for layout in all_layouts(sizes, cluster, request.train.sequence_length):
-        for fit in fits(sizes, layout, cluster, request):
-            keeps = asked is None or fit.global_batch_tokens <= asked
-            ranked.append((keeps, tokens_per_second(sizes, cluster, fit), fit))
+    for fit in _worthwhile(sizes, cluster, request):
+        keeps = asked is None or fit.global_batch_tokens <= asked
+        ranked.append((keeps, tokens_per_second(sizes, cluster, fit), fit))
     if not ranked:
         return None
     ranked.sort(reverse=True, key=lambda entry: entry[:2])
@@ -122,6 +121,27 @@ def choose_fastest(sizes: ModelSizes, cluster: ClusterConfig, request: Request) 
             for layout, rate in slower
         ),
     )
+
+
+def _worthwhile(sizes: ModelSizes, cluster: ClusterConfig, request: Request) -> Iterator[Fit]:
+    """All fits but those that cannot be faster than one before.
+
+    Recompute only costs time where a layout does without, and so does a ZeRO stage above the first
+    that shards the optimizer and keeps all activations.
+    """
+    settled: set[Layout] = set()
+    for layout in all_layouts(sizes, cluster, request.train.sequence_length):
+        degrees = layout.model_copy(update={"zero_stage": 0})
+        if degrees in settled:
+            continue
+        does_without = False
+        for fit in fits(sizes, layout, cluster, request):
+            if fit.workload.recompute == "full" and does_without:
+                break
+            does_without = does_without or fit.workload.recompute == "none"
+            yield fit
+        if does_without and layout.zero_stage >= 1:
+            settled.add(degrees)
 
 
 def tokens_per_second(sizes: ModelSizes, cluster: ClusterConfig, fit: Fit) -> float:

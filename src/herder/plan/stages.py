@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
@@ -47,6 +48,9 @@ class ModelSizes:
         self.num_key_value_heads = attention.num_key_value_heads if grouped else 1
         self._local: dict[tuple[LayerSpec | str, int, int], RankParameters] = {}
         self._counts: dict[int, tuple[int, ...]] = {}
+        self.layer_seconds: dict[tuple[object, ...], float] = {}
+        """Matrix products of one layer by what they depend on; step_time fills it."""
+        self._on_ranks: dict[tuple[int, int, int, int], RankParameters] = {}
         self._distinct: dict[int, tuple[int, ...]] = {}
         self._stages: dict[int, list[Counter[LayerSpec]]] = {}
 
@@ -78,7 +82,7 @@ class ModelSizes:
             self._stages[pp] = [Counter(layers[a:b]) for a, b in pairwise(ends)]
         return self._stages[pp]
 
-    @property
+    @cached_property
     def whole(self) -> RankParameters:
         """All parameters, on one rank."""
         return self.stage_on_rank(1, 0, tp=1, ep=1)
@@ -111,6 +115,12 @@ class ModelSizes:
 
     def stage_on_rank(self, pp: int, stage: int, *, tp: int, ep: int) -> RankParameters:
         """A stage's parameters on one rank. The last stage holds a tied embedding again."""
+        key = (pp, stage, tp, ep)
+        if key not in self._on_ranks:
+            self._on_ranks[key] = self._stage_on_rank(pp, stage, tp, ep)
+        return self._on_ranks[key]
+
+    def _stage_on_rank(self, pp: int, stage: int, tp: int, ep: int) -> RankParameters:
         total = RankParameters()
         for layer, times in self.stage_layers(pp)[stage].items():
             total = total.plus(self.layer_on_rank(layer, tp=tp, ep=ep), times)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from herder.config.architecture import LayerSpec
 from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig, GpuConfig
@@ -165,8 +166,7 @@ def _stage_compute(
     widths = activation_widths(layout, workload.precision)
     matmul = scores = traffic = 0.0
     for layer, times in layers.items():
-        for weight in sizes.kinds[layer]:
-            matmul += times * _matmul_seconds(sizes, layout, rates, weight, tokens, widths.compute)
+        matmul += times * _layer_matmul_seconds(sizes, layout, rates, layer, tokens, widths.compute)
         scores += times * per_key * tokens * mean_keys(layer, workload.sequence_length, "causal")
         saved = layer_bytes_per_token(architecture, layer, tp=tp, widths=widths)
         traffic += times * tokens * saved * 2
@@ -181,6 +181,25 @@ def _stage_compute(
         traffic=traffic * TRAINING_PASSES / rates.memory_bytes_per_second,
         layers=layers.total(),
     )
+
+
+def _layer_matmul_seconds(
+    sizes: ModelSizes,
+    layout: Layout,
+    rates: Hardware,
+    layer: LayerSpec,
+    tokens: float,
+    element_bytes: int,
+) -> float:
+    """Forward products of one layer, priced once for all layouts that split it alike."""
+    split = (layout.tensor_parallel_size, layout.expert_parallel_size)
+    key = (layer, *split, tokens, element_bytes, rates.gpu.name, rates.peak_flops)
+    if key not in sizes.layer_seconds:
+        sizes.layer_seconds[key] = sum(
+            _matmul_seconds(sizes, layout, rates, weight, tokens, element_bytes)
+            for weight in sizes.kinds[layer]
+        )
+    return sizes.layer_seconds[key]
 
 
 def _matmul_seconds(

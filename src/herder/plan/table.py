@@ -101,7 +101,8 @@ def _training_facts(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         "speed",
         f"{format_seconds(plan.step_time_seconds.total)} a step, "
         f"{plan.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {plan.model_flops_utilization:.1%} of {format_flops(plan.peak_tflops_per_gpu * TFLOP)}/s",
+        f"MFU {plan.model_flops_utilization:.1%} of "
+        f"{format_flops(plan.peak_tflops_per_gpu * TFLOP)}/s",
     )
     reliability = plan.reliability
     yield (

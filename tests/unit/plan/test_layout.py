@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from herder.config.architecture import ArchitectureConfig
+from herder.config.run import ClusterConfig
+from herder.plan.candidates import all_layouts, layouts_by_simplicity, make_layout
+from herder.plan.layout import (
+    MAX_DATA_PARALLEL_RANKS,
+    divisors,
+    fast_domain_size,
+    growing_clusters,
+    legal_expert_degrees,
+    legal_tensor_degrees,
+)
+from herder.plan.stages import ModelSizes
+
+Published = Callable[[str], ArchitectureConfig]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "gpu", "training", "serving"),
+    [
+        ("llama-2-7b", 1, "h100-80gb", (1, 2, 4, 8), (1, 2, 4, 8)),
+        ("llama-3.1-405b", 1, "h100-80gb", (1, 2, 4, 8), (1, 2, 4, 8)),
+        ("qwen2.5-7b", 1, "h100-80gb", (1, 2, 4), (1, 2, 4)),
+        ("qwen2.5-0.5b", 1, "h100-80gb", (1, 2), (1, 2)),
+        ("smollm2-135m", 1, "h100-80gb", (1,), (1,)),
+        # A rack of 72 is one fast domain; training copies the 8 key-value heads to go beyond 8.
+        ("llama-3.1-405b", 18, "gb200", (1, 2, 4, 8), (1, 2, 4, 8)),
+    ],
+)
+def test_legal_tensor_parallel_degrees(
+    name: str,
+    nodes: int,
+    gpu: str,
+    training: tuple[int, ...],
+    serving: tuple[int, ...],
+    published: Published,
+) -> None:
+    cluster = ClusterConfig(nodes=nodes, gpus_per_node=4 if gpu == "gb200" else 8, gpu=gpu)
+    architecture = published(name)
+    assert legal_tensor_degrees(architecture, cluster) == training
+    assert legal_tensor_degrees(architecture, cluster, copies_kv_heads=False) == serving
+
+
+def test_training_may_go_beyond_the_key_value_heads_and_serving_may_not(
+    published: Published,
+) -> None:
+    wide = ClusterConfig(nodes=1, gpus_per_node=16, gpu="h100-80gb")
+    assert legal_tensor_degrees(published("llama-3-8b"), wide)[-1] == 16
+    assert legal_tensor_degrees(published("llama-3-8b"), wide, copies_kv_heads=False)[-1] == 8
+
+
+def test_without_a_rack_fabric_tensor_parallelism_stays_in_the_node() -> None:
+    assert fast_domain_size(ClusterConfig(nodes=4, gpus_per_node=8, gpu="h100-80gb")) == 8
+    assert fast_domain_size(ClusterConfig(nodes=18, gpus_per_node=4, gpu="gb200")) == 72
+    assert fast_domain_size(ClusterConfig(nodes=2, gpus_per_node=4, gpu="gb200")) == 8
+
+
+def test_expert_degrees_divide_experts_and_ranks(published: Published) -> None:
+    assert legal_expert_degrees(published("qwen1.5-moe-a2.7b"), 8) == (1, 2, 4)
+    assert legal_expert_degrees(published("llama-2-7b"), 8) == (1,)
+
+
+def test_divisors_come_in_order() -> None:
+    assert divisors(72) == (1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72)
+
+
+def test_simplicity_is_tp_1_then_the_largest_then_stages(published: Published) -> None:
+    cluster = ClusterConfig(nodes=4, gpus_per_node=8)
+    layouts = layouts_by_simplicity(ModelSizes(published("llama-3-8b")), cluster, 4096)
+    degrees = [(x.tensor_parallel_size, x.pipeline_parallel_size) for x in layouts]
+    assert list(dict.fromkeys(degrees)) == [(1, 1), (8, 1), (8, 2), (8, 4)]
+
+
+def test_zero_stages_rise_at_each_step(published: Published) -> None:
+    cluster = ClusterConfig(nodes=1, gpus_per_node=8)
+    layouts = list(layouts_by_simplicity(ModelSizes(published("llama-3-8b")), cluster, 4096))
+    assert [x.zero_stage for x in layouts] == [1, 2, 3, 0]
+
+
+def test_context_parallelism_is_for_long_sequences_only(published: Published) -> None:
+    cluster = ClusterConfig(nodes=1, gpus_per_node=8)
+    sizes = ModelSizes(published("llama-3-8b"))
+    for length, largest in ((4096, 1), (8192, 2), (131_072, 8)):
+        degrees = {x.context_parallel_size for x in layouts_by_simplicity(sizes, cluster, length)}
+        assert max(degrees) == largest
+
+
+def test_every_layout_fills_the_cluster_within_the_cap(published: Published) -> None:
+    cluster = ClusterConfig(nodes=256, gpus_per_node=8)
+    layouts = list(all_layouts(ModelSizes(published("qwen3-30b-a3b")), cluster, 8192))
+    assert len(layouts) == len(set(layouts)) > 100
+    assert {x.num_ranks for x in layouts} == {2048}
+    assert max(x.num_shards for x in layouts) <= MAX_DATA_PARALLEL_RANKS
+
+
+def test_mesh_axes_multiply_to_the_ranks() -> None:
+    for stage in (0, 1, 2, 3):
+        layout = make_layout(tp=2, pp=3, dp=4, cp=2, ep=2, zero_stage=stage)
+        axes = dict(layout.mesh_axes)
+        assert axes.pop("ep") == 2, "experts reuse data-parallel ranks"
+        product = 1
+        for size in axes.values():
+            product *= size
+        assert product == layout.num_ranks == 48
+        assert axes["fsdp"] == (4 if stage else 1)
+
+
+def test_a_layout_is_told_by_its_degrees_above_one() -> None:
+    one = make_layout(tp=1, pp=1, dp=1, cp=1, ep=1, zero_stage=0)
+    many = make_layout(tp=8, pp=4, dp=1024, cp=1, ep=1, zero_stage=1)
+    assert one.told() == "one rank"
+    assert many.told() == "TP 8, PP 4, DP 1,024, ZeRO-1"
+
+
+def test_clusters_grow_from_parts_of_a_node() -> None:
+    asked = ClusterConfig(nodes=3, gpus_per_node=8)
+    sizes = [(c.nodes, c.gpus_per_node) for c in growing_clusters(asked, 1.5)]
+    assert sizes[:5] == [(1, 2), (1, 4), (1, 8), (2, 8), (3, 8)]
+    large = next(growing_clusters(asked, 100.0))
+    assert large.num_gpus == 104

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from herder.config.architecture import ArchitectureConfig
+from herder.config.run import ClusterConfig
+from herder.plan.candidates import make_layout
+from herder.plan.flops import flops_per_token
+from herder.plan.memory import Workload
+from herder.plan.stages import ModelSizes
+from herder.plan.step_time import StepTimeSeconds, hardware, simulate_step
+
+Published = Callable[[str], ArchitectureConfig]
+
+WORKLOAD = Workload(
+    sequence_length=4096,
+    micro_batch_size=1,
+    num_micro_batches=8,
+    precision="bf16",
+    recompute="none",
+    loss_chunk_tokens=512,
+)
+
+
+def cluster(nodes: int, gpu: str = "h100-80gb", gpus_per_node: int = 8) -> ClusterConfig:
+    return ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+
+
+def step(
+    architecture: ArchitectureConfig,
+    on: ClusterConfig,
+    workload: Workload = WORKLOAD,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    zero_stage: int = 1,
+) -> StepTimeSeconds:
+    dp = on.num_gpus // (tp * pp)
+    layout = make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage)
+    return simulate_step(ModelSizes(architecture), layout, workload, on)
+
+
+def test_matrix_products_take_at_least_their_flops_at_peak(published: Published) -> None:
+    architecture = published("llama-3-8b")
+    found = step(architecture, cluster(1))
+    flops = flops_per_token(architecture, sequence_length=4096) * 4096 * 8
+    assert found.matmul + found.attention > flops / 989.4e12
+
+
+def test_the_bubble_is_stages_less_one_over_micro_batches(published: Published) -> None:
+    found = step(published("llama-3-70b"), cluster(4), tp=8, pp=4)
+    work = found.matmul + found.attention + found.memory_traffic + found.tensor_parallel
+    assert found.pipeline_bubble == pytest.approx(work * 3 / 8)
+
+
+def test_more_micro_batches_shrink_the_share_of_the_bubble(published: Published) -> None:
+    shares = []
+    for times in (4, 16, 64):
+        workload = replace(WORKLOAD, num_micro_batches=times)
+        found = step(published("llama-3-70b"), cluster(4), workload, tp=8, pp=4)
+        shares.append(found.pipeline_bubble / found.total)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_recompute_costs_a_forward_pass(published: Published) -> None:
+    once = step(published("llama-3-8b"), cluster(1))
+    again = step(published("llama-3-8b"), cluster(1), replace(WORKLOAD, recompute="full"))
+    work = once.matmul + once.attention + once.memory_traffic
+    assert again.recompute == pytest.approx(work / 3)
+
+
+def test_zero_3_communicates_more_than_zero_1(published: Published) -> None:
+    slow = cluster(8).model_copy(update={"inter_node_bandwidth_gb_per_second": 1.0})
+    low = step(published("llama-3-8b"), slow, zero_stage=1)
+    high = step(published("llama-3-8b"), slow, zero_stage=3)
+    assert high.data_parallel > low.data_parallel > 0
+
+
+def test_slower_links_never_help(published: Published) -> None:
+    totals = []
+    for bandwidth in (100.0, 10.0, 1.0, 0.1):
+        on = cluster(8).model_copy(update={"inter_node_bandwidth_gb_per_second": bandwidth})
+        totals.append(step(published("llama-3-8b"), on, zero_stage=3).total)
+    assert totals == sorted(totals)
+
+
+def test_tensor_parallelism_costs_communication_in_the_node(published: Published) -> None:
+    architecture = published("llama-3-8b")
+    assert step(architecture, cluster(1), tp=1).tensor_parallel == 0
+    assert step(architecture, cluster(1), tp=8).tensor_parallel > 0
+
+
+def test_experts_pay_all_to_all_only_when_spread(published: Published) -> None:
+    architecture = published("qwen3-30b-a3b")
+    assert step(architecture, cluster(2)).expert_parallel == 0
+    assert step(architecture, cluster(2), ep=8).expert_parallel > 0
+
+
+def test_a_newer_gpu_is_faster(published: Published) -> None:
+    totals = [
+        step(published("llama-3-8b"), cluster(1, name)).total
+        for name in ("v100-32gb", "a100-80gb", "h100-80gb", "b200")
+    ]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_small_models_wait_for_launches_on_a_gpu_and_not_on_a_cpu(published: Published) -> None:
+    small = replace(WORKLOAD, sequence_length=128)
+    architecture = published("smollm2-135m")
+    assert step(architecture, cluster(1, "b200", 1), small, zero_stage=0).launch > 0
+    assert step(architecture, cluster(1, "cpu", 1), small, zero_stage=0).launch == 0
+
+
+def test_fp32_runs_at_the_fp32_peak() -> None:
+    on = cluster(1)
+    assert hardware(on, WORKLOAD).peak_flops == pytest.approx(989.4e12)
+    assert hardware(on, replace(WORKLOAD, precision="fp32")).peak_flops == pytest.approx(66.9e12)
+
+
+def test_a_group_within_the_node_uses_its_links() -> None:
+    rates = hardware(cluster(4), WORKLOAD)
+    inside, across, strided = (
+        rates.collective(8, 1),
+        rates.collective(32, 1),
+        rates.collective(4, 8),
+    )
+    assert inside.bytes_per_second > across.bytes_per_second > strided.bytes_per_second
+    assert rates.collective(1, 1).seconds(1e9) == 0.0

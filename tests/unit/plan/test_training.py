@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from herder.config.architecture import ArchitectureConfig
+from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
+from herder.errors import PlanError
+from herder.plan.layout import MAX_DATA_PARALLEL_RANKS
+from herder.plan.training import Objective, TrainingPlan, plan_model_training, plan_training
+
+Published = Callable[[str], ArchitectureConfig]
+
+NODE = ClusterConfig(nodes=1, gpus_per_node=8, gpu="h100-80gb")
+CPU = ClusterConfig(nodes=1, gpus_per_node=1, gpu="cpu")
+
+
+def cluster(nodes: int, gpus_per_node: int = 8, gpu: str = "h100-80gb") -> ClusterConfig:
+    return ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+
+
+def test_llama_2_7b_needs_no_more_than_zero_1_on_one_node(published: Published) -> None:
+    plan = plan_model_training(published("llama-2-7b"), NODE, model="llama-2-7b")
+    layout = plan.layout
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (1, 1)
+    assert (layout.data_parallel_size, layout.zero_stage) == (8, 1)
+    assert plan.memory_gb.state == pytest.approx(37.1, abs=0.05)
+    assert plan.rejected == ()
+
+
+def test_the_405b_model_on_16384_gpus(published: Published) -> None:
+    plan = plan_model_training(published("llama-3.1-405b"), cluster(2048), model="405b")
+    layout = plan.layout
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (8, 4)
+    assert (layout.data_parallel_size, layout.zero_stage) == (512, 1)
+    assert 50.9 <= plan.memory_gb.state <= 51.1
+    assert plan.memory_gb.largest_rank_state >= 51.3
+    assert plan.memory_gb.total <= plan.memory_gb.budget
+
+
+def test_zero_3_alone_fits_the_405b_model_and_is_refused_for_communication(
+    published: Published,
+) -> None:
+    plan = plan_model_training(published("llama-3.1-405b"), cluster(2048), model="405b")
+    reasons = {entry.layout: entry.reason for entry in plan.rejected}
+    assert "fits memory" in reasons["DP 16,384, ZeRO-3"]
+    assert "16,384 data-parallel ranks; the cap is 512" in reasons["DP 16,384, ZeRO-3"]
+    assert "needs" in reasons["DP 16,384, ZeRO-2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        ("llama-3-8b", NODE),
+        ("llama-3-70b", cluster(8)),
+        ("qwen2.5-72b", cluster(16, gpu="a100-80gb")),
+        ("llama-3.1-405b", cluster(32, gpu="gb200")),
+        ("qwen3-30b-a3b", cluster(2)),
+        ("deepseek-v3", cluster(32)),
+        ("smollm2-135m", cluster(1, 2, "rtx4090")),
+    ],
+)
+@pytest.mark.parametrize("objective", ["simplest", "fastest"])
+def test_every_plan_keeps_the_rules(
+    name: str, on: ClusterConfig, objective: Objective, published: Published
+) -> None:
+    plan = plan_model_training(published(name), on, model=name, objective=objective)
+    layout = plan.layout
+    assert layout.num_ranks == on.num_gpus
+    assert plan.memory_gb.total <= plan.memory_gb.budget
+    assert layout.num_shards <= MAX_DATA_PARALLEL_RANKS
+    assert sum(plan.layers_per_stage) == published(name).num_layers
+    assert 0 < plan.model_flops_utilization < 1
+    assert 0 < plan.reliability.goodput < 1
+    assert sum(share.parameters for share in plan.modules) == plan.parameters
+    step = plan.step_time_seconds.model_dump()
+    assert step.pop("total") == pytest.approx(sum(step.values()))
+    micro_batches = plan.num_micro_batches * layout.data_parallel_size
+    assert plan.global_batch_tokens == plan.micro_batch_tokens * micro_batches
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b"])
+def test_the_fastest_plan_is_at_least_as_fast_at_the_same_batch(
+    name: str, published: Published
+) -> None:
+    simplest = plan_model_training(published(name), NODE, model=name)
+    fastest = plan_model_training(published(name), NODE, model=name, objective="fastest")
+    assert fastest.global_batch_tokens <= simplest.global_batch_tokens
+    assert fastest.tokens_per_second >= simplest.tokens_per_second
+    assert re.search(r"simulated 1\.\d\d x the throughput", fastest.adjustments[-1])
+
+
+def test_planning_takes_milliseconds_and_searching_under_a_second(published: Published) -> None:
+    def quickest(objective: Objective) -> float:
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            plan_model_training(architecture, cluster(2048), model="405b", objective=objective)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    architecture = published("llama-3.1-405b")
+    assert quickest("simplest") < 0.1
+    assert quickest("fastest") < 1.0
+
+
+def test_the_same_question_gets_the_same_plan(published: Published) -> None:
+    plans = [
+        plan_model_training(published("llama-3-70b"), cluster(8), model="m", objective="fastest")
+        for _ in range(2)
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_a_plan_survives_json(published: Published) -> None:
+    plan = plan_model_training(published("llama-3-70b"), cluster(8), model="m")
+    assert TrainingPlan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_one_cpu_gets_one_rank(published: Published) -> None:
+    train = TrainConfig(sequence_length=512)
+    plan = plan_training(published("smollm2-135m"), CPU, train, model="smollm2-135m")
+    assert plan.layout.num_ranks == 1
+    assert plan.layout.zero_stage == 0
+    assert plan.micro_batch_size == 4
+    assert plan.global_batch_tokens == 2048
+    assert plan.precision.parameters == "fp32"
+
+
+def test_what_a_recipe_says_is_kept(published: Published) -> None:
+    train = TrainConfig(
+        sequence_length=256, micro_batch_size=3, global_batch_tokens=1536, precision="fp32"
+    )
+    plan = plan_training(published("smollm2-135m"), CPU, train, model="smollm2-135m")
+    assert (plan.micro_batch_size, plan.num_micro_batches) == (3, 2)
+    assert plan.global_batch_tokens == 1536
+    assert plan.precision.compute == "fp32"
+    assert plan.adjustments == ()
+
+
+def test_a_planned_micro_batch_divides_the_global_batch(published: Published) -> None:
+    train = TrainConfig(sequence_length=512, global_batch_tokens=3 * 1024)
+    plan = plan_training(published("smollm2-135m"), CPU, train, model="smollm2-135m")
+    assert (plan.micro_batch_size, plan.num_micro_batches) == (2, 3)
+    assert plan.adjustments == ()
+
+
+def test_a_batch_that_is_rounded_is_told(published: Published) -> None:
+    train = TrainConfig(sequence_length=512, micro_batch_size=2, global_batch_tokens=1500)
+    plan = plan_training(published("smollm2-135m"), CPU, train, model="smollm2-135m")
+    assert plan.global_batch_tokens == 2048
+    assert "global_batch_tokens 1,500 -> 2,048" in plan.adjustments[0]
+
+
+def test_a_sequence_beyond_the_window_is_told(published: Published) -> None:
+    plan = plan_model_training(
+        published("llama-2-7b"), NODE, model="llama-2-7b", sequence_length=8192
+    )
+    assert "beyond the 4,096 positions" in plan.adjustments[0]
+
+
+def test_a_recipe_that_forbids_recompute_is_not_given_it(published: Published) -> None:
+    train = TrainConfig(sequence_length=8192, micro_batch_size=1)
+    chosen = plan_training(published("llama-3-8b"), NODE, train, model="m", chooses_recompute=True)
+    kept = plan_training(published("llama-3-8b"), NODE, train, model="m")
+    assert (chosen.recompute, chosen.layout.zero_stage) == ("full", 1)
+    assert (kept.recompute, kept.layout.zero_stage) == ("none", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        ("llama-3-70b", NODE),
+        ("llama-3.1-405b", cluster(4)),
+        ("llama-2-7b", cluster(1, 1, "rtx4090")),
+        ("deepseek-v3", NODE),
+        ("qwen2.5-7b", CPU),
+    ],
+)
+def test_when_nothing_fits_the_cluster_that_is_named_would_do(
+    name: str, on: ClusterConfig, published: Published
+) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan_model_training(published(name), on, model=name)
+    told = re.search(r"--nodes (\d+) --gpus-per-node (\d+) --gpu (\S+)\.$", str(refused.value))
+    assert told, str(refused.value)
+    larger = cluster(int(told[1]), int(told[2]), told[3])
+    assert larger.num_gpus > on.num_gpus
+    assert plan_model_training(published(name), larger, model=name).layout.num_ranks > 1
+
+
+def test_the_refusal_of_a_recipe_names_recompute_where_it_is_off(published: Published) -> None:
+    train = TrainConfig(sequence_length=4096)
+    on = cluster(1, 1, "rtx4090")
+    with pytest.raises(PlanError, match=r"--set train\.recompute=full"):
+        plan_training(published("llama-2-7b"), on, train, model="llama-2-7b")
+
+
+def test_a_given_layout_is_planned_as_given(published: Published) -> None:
+    given = LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2, zero_stage=3)
+    plan = plan_training(published("llama-3-8b"), NODE, TrainConfig(), given, model="m")
+    layout = plan.layout
+    assert plan.objective == "given"
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (2, 2)
+    assert (layout.data_parallel_size, layout.zero_stage) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            LayoutConfig(tensor_parallel_size=8),
+            r"tensor_parallel_size=8 does not divide num_attention_heads=9.*\nLegal .*: 1\.",
+        ),
+        (LayoutConfig(pipeline_parallel_size=31), "exceeds the 30 layers"),
+        (LayoutConfig(pipeline_parallel_size=3), r"does not divide the cluster's 8 devices"),
+        (LayoutConfig(expert_parallel_size=2), r"expert_parallel_size=2 must divide"),
+    ],
+)
+def test_an_illegal_layout_is_refused_with_legal_ones(
+    given: LayoutConfig, told: str, published: Published
+) -> None:
+    with pytest.raises(PlanError, match=told):
+        plan_training(published("smollm2-135m"), NODE, TrainConfig(), given, model="smollm2-135m")
+
+
+def test_a_given_layout_that_does_not_fit_is_refused_stage_by_stage(published: Published) -> None:
+    given = LayoutConfig(tensor_parallel_size=8)
+    with pytest.raises(PlanError, match=r"TP 8, ZeRO-0: needs [\d.,]+ GB"):
+        plan_training(published("llama-3-70b"), NODE, TrainConfig(), given, model="m")
+
+
+def test_the_fastest_layout_is_not_searched_when_one_is_given(published: Published) -> None:
+    with pytest.raises(PlanError, match="layout: auto"):
+        plan_training(
+            published("smollm2-135m"),
+            NODE,
+            TrainConfig(),
+            LayoutConfig(),
+            model="m",
+            objective="fastest",
+        )

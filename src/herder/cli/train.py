@@ -11,7 +11,7 @@ from herder.cli import models
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
 from herder.train.interrupt import StopRequest
-from herder.train.prepare import describe_plan, plan_run
+from herder.train.prepare import describe_end, describe_plan, plan_run
 from herder.train.source import find_model
 
 
@@ -30,30 +30,21 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
     Ctrl-C and SIGTERM finish the step and save; the same command then goes on with the same losses
     as if nothing had happened. Exit status 130 or 143 then, 0 when all steps are done.
     """
-    stop = StopRequest()
-    stop.install()
-    config = load_run_config(recipe, overrides)
-    source = find_model(config.model, lambda name: _resolve(config, name))
-    tokenizer = config.data.tokenizer
-    tokenizer_path = Path(tokenizer) if tokenizer else models.tokenizer_folder(source)
-    config, plan = plan_run(config, source)
-    click.echo(describe_plan(config, plan), err=True)
-    with locked(Path(config.run_directory)):
-        # torch takes seconds to import: the plan is on the screen and signals are caught by now.
-        from herder.train.session import run_training
+    with StopRequest() as stop:
+        config = load_run_config(recipe, overrides)
+        source = find_model(config.model, lambda name: _resolve(config, name))
+        given = config.data.tokenizer
+        tokenizer = Path(given) if given else models.tokenizer_folder(source)
+        config, plan = plan_run(config, source)
+        click.echo(describe_plan(config, plan), err=True)
+        with locked(Path(config.run_directory)):
+            # torch takes seconds to import: the plan is shown and signals are caught by now.
+            from herder.train.session import run_training
 
-        outcome = run_training(config, source, plan, tokenizer=tokenizer_path, stop=stop)
+            outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop)
     again = f"herder train {recipe}" + "".join(f" --set {each}" for each in overrides)
-    if outcome.stopped_by:
-        click.echo(f"stopped after step {outcome.step}; go on with: {again}")
-        return stop.exit_status
-    click.echo(
-        f"done: {outcome.step} steps in {config.run_directory}. Next:\n"
-        f"  herder evaluate {config.run_directory}\n"
-        f"  herder generate {config.run_directory} --prompt 'Once upon a time'\n"
-        f"  herder serve {config.run_directory}"
-    )
-    return 0
+    click.echo(describe_end(config, outcome.step, again if outcome.stopped_by else None))
+    return stop.exit_status if outcome.stopped_by else 0
 
 
 def _resolve(config: RunConfig, reference: str) -> models.ModelSource:

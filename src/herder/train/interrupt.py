@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ASKS_BEFORE_LEAVING = 3
@@ -25,11 +26,17 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._num_asked = 0
+        self._before = list[Any]()
 
-    def install(self) -> None:
+    def __enter__(self) -> StopRequest:
         """Take over both signals, in the main thread."""
-        for number in _SIGNALS:
-            signal.signal(number, self._ask)
+        self._before = [signal.signal(number, self._ask) for number in _SIGNALS]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Give both signals back to whoever had them."""
+        for number, handler in zip(_SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)
 
     @property
     def exit_status(self) -> int:

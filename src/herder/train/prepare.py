@@ -62,6 +62,19 @@ def describe_plan(config: RunConfig, plan: TrainingPlan) -> str:
     return "\n".join([*lines, *(f"  adjusted: {text}" for text in plan.adjustments)])
 
 
+def describe_end(config: RunConfig, step: int, again: str | None) -> str:
+    """Where the run is and what comes next; `again` is the command that goes on, if it stopped."""
+    if again is not None:
+        return f"stopped after step {step} of {config.train.steps}. Go on with:\n  {again}"
+    directory = config.run_directory
+    return (
+        f"done: {step} steps, in {directory}. Next:\n"
+        f"  herder evaluate {directory}\n"
+        f"  herder generate {directory} --prompt 'Once upon a time'\n"
+        f"  herder serve {directory}"
+    )
+
+
 def _one_device(cluster: ClusterConfig) -> ClusterConfig:
     """The machine as this build uses it: one process, one device."""
     return cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})

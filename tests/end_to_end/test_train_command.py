@@ -1,0 +1,290 @@
+"""`herder train` as a user runs it: from nothing, interrupted, killed, resumed, refused."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from herder.checkpoint.directory import list_checkpoints, newest_checkpoint, step_of
+from herder.cli.main import run
+from herder.observe.events import (
+    CheckpointLoaded,
+    Event,
+    Incident,
+    RunFinished,
+    RunInterrupted,
+    RunStarted,
+    StepFinished,
+)
+from herder.observe.sinks import read_events
+
+HERDER = (sys.executable, "-c", "from herder.cli.main import main; main()")
+STEPS = 60
+WAIT_SECONDS = 120
+WORDS = ("herd", "sheep", "wolf", "gate", "field", "rain", "night", "bell", "hill", "dog")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A recipe and how to call `herder train` with it."""
+
+    recipe: Path
+
+    def arguments(self, name: str, *overrides: str) -> list[str]:
+        """Of a call that trains in a run directory of that name, with more overrides."""
+        chosen = (f"run_directory={self.directory(name)}", *overrides)
+        return ["train", str(self.recipe), *(flag for each in chosen for flag in ("--set", each))]
+
+    def start(self, name: str) -> subprocess.Popen[str]:
+        """Start training in a process of its own."""
+        return subprocess.Popen(
+            [*HERDER, *self.arguments(name)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, name: str, *overrides: str) -> int:
+        """The exit status of a whole call, in this process."""
+        return run(self.arguments(name, *overrides))
+
+    def directory(self, name: str) -> Path:
+        return self.recipe.parent / name
+
+    def events(self, name: str) -> list[Event]:
+        return list(read_events(self.directory(name) / "events.jsonl"))
+
+    def losses(self, name: str) -> dict[int, float]:
+        return {e.step: e.loss for e in self.events(name) if isinstance(e, StepFinished)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_json: str) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "tokenizer.json").write_text(small_tokenizer_json)
+    chooser = random.Random(1)
+    paragraphs = [" ".join(chooser.choices(WORDS, k=chooser.randint(5, 60))) for _ in range(80)]
+    (folder / "text.txt").write_text("\n\n".join(paragraphs))
+    recipe = {
+        "model": {
+            "initialize": "random",
+            "config": {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 400,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "hidden_act": "silu",
+            },
+        },
+        "data": {
+            "source": str(folder / "text.txt"),
+            "tokenizer": str(folder / "tokenizer.json"),
+            "validation_fraction": 0.2,
+        },
+        "train": {
+            "steps": STEPS,
+            "sequence_length": 64,
+            "micro_batch_size": 2,
+            "global_batch_tokens": 512,
+            "precision": "fp32",
+            "schedule": {"kind": "cosine", "warmup_steps": 5},
+        },
+        "checkpoint": {"every_steps": 10, "keep_last": 2},
+        "observe": {"tensorboard": False},
+        "evaluate": {"every_steps": 30},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HERDER_CACHE", str(folder / "cache"))
+        yield Runs(path)
+
+
+@pytest.fixture(scope="module")
+def unbroken(runs: Runs) -> dict[int, float]:
+    """Losses of a run that nothing happens to."""
+    assert runs.run("unbroken") == 0
+    return runs.losses("unbroken")
+
+
+def when(process: subprocess.Popen[str], is_true: Callable[[], bool]) -> None:
+    """Wait until something holds while the process runs."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not is_true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.005)
+
+
+def test_a_run_from_nothing_leaves_what_its_users_need(
+    runs: Runs, unbroken: dict[int, float]
+) -> None:
+    folder = runs.directory("unbroken")
+    assert sorted(unbroken) == list(range(1, STEPS + 1))
+    assert unbroken[STEPS] < unbroken[1] - 1
+    assert [step_of(path) for path in list_checkpoints(folder)] == [50, 60]
+    kinds = [type(event).__name__ for event in runs.events("unbroken")]
+    assert (kinds[0], kinds[-1]) == ("RunStarted", "RunFinished")
+    assert kinds.count("EvaluationFinished") == 2
+    meta = json.loads((folder / "experiment_meta.json").read_text())
+    plan = json.loads((folder / "plan.json").read_text())
+    started = runs.events("unbroken")[0]
+    assert isinstance(started, RunStarted)
+    assert meta["config_hash"] == started.config_hash
+    assert meta["plan"] == plan
+    assert plan["parameters"] == started.parameters
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == STEPS
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
+    runs: Runs, unbroken: dict[int, float]
+) -> None:
+    process = runs.start("broken")
+    when(process, lambda: len(_lines(runs, "broken")) >= 3)
+    process.terminate()
+    out, err = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 143, err
+    interrupted = runs.events("broken")[-1]
+    assert isinstance(interrupted, RunInterrupted)
+    assert interrupted.signal == "SIGTERM"
+    newest = newest_checkpoint(runs.directory("broken"), reads_contents=True)
+    assert newest is not None
+    assert step_of(newest) == interrupted.step < STEPS
+    assert f"stopped after step {interrupted.step} of {STEPS}. Go on with:" in out
+
+    assert runs.run("broken") == 0
+    assert runs.losses("broken") == unbroken
+    for name in ("model", "optimizer"):
+        path = f"checkpoints/step-{STEPS:08d}/{name}.safetensors"
+        resumed = (runs.directory("broken") / path).read_bytes()
+        assert resumed == (runs.directory("unbroken") / path).read_bytes()
+
+
+def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(
+    runs: Runs, unbroken: dict[int, float]
+) -> None:
+    process = runs.start("killed")
+    when(process, lambda: bool(list_checkpoints(runs.directory("killed"))))
+    process.kill()
+    process.communicate()
+    assert runs.run("killed") == 0
+    loaded = [event for event in runs.events("killed") if isinstance(event, CheckpointLoaded)]
+    assert len(loaded) == 1
+    assert loaded[0].step >= 10
+    assert runs.losses("killed") == unbroken
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.run("damaged", "train.steps=20") == 0
+    newest = list_checkpoints(runs.directory("damaged"))[-1]
+    assert step_of(newest) == 20
+    (newest / "model.safetensors").write_bytes(b"not what was written")
+    assert runs.run("damaged", "train.steps=22") == 0
+    err = capsys.readouterr().err
+    assert "incident" in err
+    assert "model.safetensors has 20 bytes" in err
+    events = runs.events("damaged")
+    assert [e.kind for e in events if isinstance(e, Incident)] == ["damaged_checkpoint"]
+    assert [e.step for e in events if isinstance(e, CheckpointLoaded)] == [10]
+    assert (runs.directory("damaged") / "checkpoints" / "damaged-step-00000020").is_dir()
+    assert 22 in runs.losses("damaged")
+
+
+def test_a_finished_run_says_so_and_is_left_alone(
+    runs: Runs, unbroken: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.run("unbroken") == 0
+    told = capsys.readouterr()
+    assert "has done 60 steps of 60: nothing is left to do" in told.err
+    assert "herder evaluate" in told.out
+    assert runs.losses("unbroken") == unbroken
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=7", "train.seed: 0 there, 7 now"),
+        ("train.optimizer.learning_rate=0.1", "train.optimizer.learning_rate: 0.0003 there, 0.1"),
+        ("model.config.hidden_size=128", "model.config.hidden_size: 64 there, 128 now"),
+    ],
+)
+def test_another_config_is_refused_with_the_keys_that_differ(
+    runs: Runs,
+    unbroken: dict[int, float],
+    override: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert runs.run("unbroken", override) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert runs.losses("unbroken") == unbroken
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.nodes=2",), "this build trains on one"),
+        (("train.schedule.warmup_steps=99",), "exceeds train.steps=60"),
+        (("data.source=/no/such/file.txt",), "/no/such/file.txt"),
+        (("model.config.vocab_size=300",), "vocab_size"),
+        (("model.config.hidden_act=nothing",), "hidden_act"),
+        (("train.stepz=3",), "Did you mean 'steps'?"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_a_message(
+    runs: Runs,
+    overrides: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert runs.run("refused", *overrides) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert list_checkpoints(runs.directory("refused")) == []
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_an_incident(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = "train.optimizer.learning_rate=1e30"
+    assert runs.run("exploding", rate, "train.schedule.warmup_steps=0") == 1
+    err = capsys.readouterr().err
+    assert "not finite" in err
+    assert "lower train.optimizer.learning_rate" in err
+    events = runs.events("exploding")
+    assert [e.kind for e in events if isinstance(e, Incident)] == ["non_finite_step"]
+    assert not any(isinstance(event, RunFinished) for event in events)
+
+
+def test_a_run_directory_is_a_model(
+    runs: Runs, unbroken: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unbroken
+    folder = str(runs.directory("unbroken"))
+    assert run(["generate", folder, "--prompt", "herd", "--max-tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def _lines(runs: Runs, name: str) -> list[str]:
+    path = runs.directory(name) / "events.jsonl"
+    return path.read_text().splitlines() if path.exists() else []

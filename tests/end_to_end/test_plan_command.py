@@ -1,0 +1,153 @@
+"""`herder plan` as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from herder.cli.main import run
+
+H100_NODE = ("--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80gb")
+H100_CLUSTER = ("--nodes", "2048", "--gpus-per-node", "8", "--gpu", "h100-80gb")
+
+WATCHED = """
+import sys
+from herder.cli.main import run
+status = run(sys.argv[1:])
+heavy = {"torch", "transformers", "numpy", "pandas"} & sys.modules.keys()
+print(sorted(heavy), file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def herder(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, "plan", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+        timeout=60,
+        check=False,
+    )
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    done = herder(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_planning_imports_no_torch_and_starts_at_once() -> None:
+    began = time.perf_counter()
+    done = herder("train", "llama-2-7b", *H100_NODE, "--json")
+    print(f"herder plan train llama-2-7b took {time.perf_counter() - began:.2f} s")
+    assert done.returncode == 0
+    assert done.stderr == "[]\n"
+
+
+def test_training_llama_2_7b_on_one_node() -> None:
+    plan = planned("train", "llama-2-7b", *H100_NODE)
+    layout = plan["layout"]
+    assert layout["zero_stage"] == 1
+    assert layout["tensor_parallel_size"] == layout["pipeline_parallel_size"] == 1
+    assert layout["data_parallel_size"] == 8
+    assert layout["context_parallel_size"] == layout["expert_parallel_size"] == 1
+    assert plan["memory_gb"]["state"] == pytest.approx(37.1, abs=0.05)
+    assert plan["memory_gb"]["total"] > plan["memory_gb"]["activations"] > 0
+    assert plan["parameters"] == plan["active_parameters"] == 6_738_415_616
+    assert 0 < plan["model_flops_utilization"] < 1
+
+
+def test_training_the_405b_model_on_16384_gpus() -> None:
+    plan = planned("train", "llama-3.1-405b", *H100_CLUSTER)
+    layout = plan["layout"]
+    assert (layout["tensor_parallel_size"], layout["pipeline_parallel_size"]) == (8, 4)
+    assert (layout["data_parallel_size"], layout["zero_stage"]) == (512, 1)
+    assert 50.9 <= plan["memory_gb"]["state"] <= 51.1
+    assert plan["memory_gb"]["largest_rank_state"] >= 51.3
+
+
+def test_serving_llama_2_7b() -> None:
+    node = ("--gpus-per-node", "8", "--gpu", "h100-80gb")
+    plan = planned("serve", "llama-2-7b", *node, "--tensor-parallel", "8", "--context", "8192")
+    assert plan["weights_gb_per_gpu"] == pytest.approx(1.7, abs=0.05)
+    assert plan["kv_cache_gb_per_gpu"] == pytest.approx(66.3, abs=0.05)
+    assert plan["kv_bytes_per_token_per_gpu"] == 65_536
+    assert plan["max_concurrent_sequences"] == 123
+
+
+def test_serving_the_405b_model() -> None:
+    node = ("--gpus-per-node", "8", "--gpu", "h100-80gb")
+    plan = planned("serve", "llama-3.1-405b", *node, "--context", "8192")
+    assert plan["weight_dtype"] == plan["kv_cache_dtype"] == "fp8"
+    assert plan["weights_gb_per_gpu"] == pytest.approx(50.7, abs=0.05)
+    assert 17.2 <= plan["kv_cache_gb_per_gpu"] <= 17.4
+    assert plan["max_concurrent_sequences"] == 65
+    assert plan["distribution_shape"] == "TP dense"
+    assert any("bf16 is a wall" in note for note in plan["notes"])
+    assert any("63 when embedding and head stay in bf16" in note for note in plan["notes"])
+
+
+def test_a_recipe_is_planned_and_its_design_written(tmp_path: Path, repository: Path) -> None:
+    recipe, page = repository / "recipes" / "demo.yaml", tmp_path / "design.md"
+    price = ("--gpu-hour-price", "0.5")
+    done = herder("train", str(recipe), "--set", "train.steps=7", "-o", str(page), *price, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["parameters"] == 134_515_008
+    text = page.read_text()
+    assert f"7 of {plan['global_batch_tokens']:,} tokens" in text
+    assert "at the price given" in text
+
+
+def test_people_get_tables() -> None:
+    done = herder("train", "llama-2-7b", *H100_NODE)
+    assert done.returncode == 0
+    for heading in ("Training plan: llama-2-7b", "Memory", "Step time", "feed-forward"):
+        assert heading in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("train", "llama-2-7c"), "Did you mean 'llama-2-7b'?"),
+        (("train", "llama-2-7b", "--gpu", "h100"), "Did you mean 'h100-80gb'?"),
+        (("train", "llama-2-7b", "--nodes", "0"), "not in the range x>=1"),
+        (("train", "llama-2-7b", "--objective", "best"), "'best' is not one of"),
+        (("train", "llama-2-7b", "-o", "design.md"), "is a model"),
+        (("train", "llama-2-7b", "--gpu-hour-price", "2"), "give -o design.md too"),
+        (("train", "absent.yaml"), "there is no such recipe"),
+        (
+            ("train", "llama-2-7b", "--gpus-per-node", "1", "--gpu", "rtx4090"),
+            "Smallest cluster that would do: --nodes 1 --gpus-per-node 8 --gpu rtx4090.",
+        ),
+        (
+            ("serve", "llama-3-70b", "--gpus-per-node", "1", "--gpu", "h100-80gb"),
+            "Smallest cluster that would do: --nodes 1 --gpus-per-node 2 --gpu h100-80gb.",
+        ),
+        (
+            ("serve", "qwen2.5-7b", "--gpu", "h100-80gb", "--tensor-parallel", "8"),
+            "Legal here: 1, 2, 4.",
+        ),
+    ],
+)
+def test_a_mistake_is_a_message_and_exit_status_2(
+    arguments: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert told in printed.err
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ Rows are random ids, one of them padded on the left, run as one batch with eager
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ NUM_GREEDY = 8
 def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) -> Golden:
     """What transformers computes with the model's own files on seeded random tokens.
 
-    A Hugging Face folder or GGUF file is read by transformers itself. A run's checkpoint is written
-    out from `decoder` first, for transformers cannot read one. Raises ResourceError where the
+    A Hugging Face folder is read by transformers itself, and so is a GGUF file where accelerate,
+    which it needs for that, is installed. Other sources are written out from `decoder` first, and
+    the origin says so: then the reading of weights is not compared. Raises ResourceError where the
     package is missing, ModelError where it refuses the model.
     """
     library = _load_library()
@@ -39,7 +41,14 @@ def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) ->
             model = _load_model(library, source, decoder, Path(scratch))
         except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
             raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
-    return _run(model, origin=f"transformers {library.__version__}", seed=seed)
+    told = "" if _reads_itself(source) else ", with the weights as they were read here"
+    return _run(model, origin=f"transformers {library.__version__}{told}", seed=seed)
+
+
+def _reads_itself(source: ModelSource) -> bool:
+    if source.weights == "gguf":
+        return importlib.util.find_spec("accelerate") is not None
+    return source.weights == "safetensors"
 
 
 def _load_library() -> Any:
@@ -57,15 +66,15 @@ def _load_library() -> Any:
 
 def _load_model(library: Any, source: ModelSource, decoder: Decoder, scratch: Path) -> Any:
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if source.weights == "gguf":
+    if not _reads_itself(source):
+        folder = scratch / "model"
+        save_huggingface(decoder, folder, family=source.family)
+    elif source.weights == "gguf":
         path = source.files[0]
         # Its default keeps blocks packed and computes with them, in other than fp32.
         options["quantization_config"] = library.GgufConfig(dequantize=True)
         options["gguf_file"] = path.name
         folder = path.parent
-    elif source.weights == "run":
-        folder = scratch / "model"
-        save_huggingface(decoder, folder, family=source.family)
     else:
         assert source.folder is not None, "a model with safetensors has a folder"
         folder = source.folder

@@ -1,0 +1,249 @@
+"""Law: the same logits as transformers, for every family and every way its configs can be written.
+
+Families are found by discovery; the quirks below are what published and hand-made configs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from herder.checkpoint.huggingface import load_decoder, save_huggingface
+from herder.checkpoint.source import resolve_model
+from herder.evaluate.parity import cached_difference, compare, packed_difference
+from herder.evaluate.transformers_reference import made_by_transformers
+from herder.families.registry import families
+from herder.model.build import build_decoder, initialize_weights, materialize
+from herder.model.cache import KvCache
+from herder.model.decoder import Decoder
+
+MakeModel = Callable[[Mapping[str, Any]], Path]
+
+ABSENT = object()
+"""As a value: the key is left out of the config.json."""
+
+
+def scaled(kind: str, **fields: object) -> dict[str, Any]:
+    """A legacy rope_scaling with `type`, on a theta small enough that scaling shows at once."""
+    return {"rope_theta": 100.0, "rope_scaling": {"type": kind, **fields}}
+
+
+def yarn(**fields: object) -> dict[str, Any]:
+    """YaRN whose ramp has an inner region at these sizes."""
+    given = {"factor": 4.0, "original_max_position_embeddings": 16, **fields}
+    return {"max_position_embeddings": 64, **scaled("yarn", beta_fast=1.5, beta_slow=0.25, **given)}
+
+
+def longrope(original: int, *, pairs: int = 4) -> dict[str, Any]:
+    return {
+        **scaled(
+            "longrope",
+            short_factor=[1.0 + index / 10 for index in range(pairs)],
+            long_factor=[3.0 + index for index in range(pairs)],
+            original_max_position_embeddings=original,
+        )
+    }
+
+
+def llama3(low: float, high: float) -> dict[str, Any]:
+    fields = {"factor": 8.0, "low_freq_factor": low, "high_freq_factor": high}
+    section = {"rope_type": "llama3", "original_max_position_embeddings": 16, **fields}
+    return {"rope_theta": 100.0, "rope_scaling": section}
+
+
+QUIRKS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "past the window": {"max_position_embeddings": 16},
+        "linear": scaled("linear", factor=3.0),
+        "dynamic within the window": scaled("dynamic", factor=2.0),
+        "dynamic past the window": {
+            "max_position_embeddings": 16,
+            **scaled("dynamic", factor=2.0),
+        },
+        "dynamic crossed while decoding": {
+            "max_position_embeddings": 43,
+            **scaled("dynamic", factor=4.0),
+        },
+        "dynamic crossed by some rows": {
+            "max_position_embeddings": 36,
+            **scaled("dynamic", factor=4.0),
+        },
+        "llama3": llama3(1.0, 4.0),
+        "llama3 without a ramp": llama3(1.0, 1.0),
+        "yarn": yarn(),
+        "yarn not truncated": yarn(truncate=False),
+        "yarn with its own attention factor": yarn(attention_factor=1.3),
+        "yarn with two mscales": yarn(mscale=1.0, mscale_all_dim=0.5),
+        "yarn without an original window": {
+            "max_position_embeddings": 16,
+            **scaled("yarn", factor=4.0),
+        },
+        "yarn with the original window outside": {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            **scaled("yarn", factor=4.0, beta_fast=1.5, beta_slow=0.25),
+        },
+        "longrope short": longrope(64),
+        "longrope long": longrope(16),
+        "longrope crossed while decoding": longrope(43),
+        "longrope crossed by some rows": longrope(36),
+        "one key-value head of odd many": {
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+        },
+        "no grouped heads": {"num_key_value_heads": None},
+        "no theta": {"rope_theta": ABSENT},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "tied": {"tie_word_embeddings": True},
+        "tanh gelu": {"hidden_act": "gelu_pytorch_tanh"},
+        "partial rotation that is ignored": {"partial_rotary_factor": 0.5},
+        "rope_parameters over rope_theta": {
+            "rope_theta": 7.0,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+        },
+        "rope_parameters beside rope_scaling": {
+            "rope_theta": 700.0,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
+    },
+    "mistral": {
+        "no window": {"sliding_window": None},
+        "window left out": {"sliding_window": ABSENT},
+        "key-value heads left out": {"num_attention_heads": 8, "num_key_value_heads": ABSENT},
+        "yarn": yarn(),
+    },
+    "qwen2": {
+        "layer types": {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        },
+        "a window that is off": {"use_sliding_window": False},
+        "a window on all layers": {"max_window_layers": 0},
+        "dynamic past the window": {
+            "max_position_embeddings": 16,
+            **scaled("dynamic", factor=2.0),
+        },
+        "yarn and a window": yarn(),
+    },
+    "qwen3": {
+        "biases": {"attention_bias": True},
+        "heads of 128 by default": {"head_dim": ABSENT},
+        "yarn and a window": {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            **yarn(),
+        },
+        "layer types": {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    },
+}
+
+CASES = [
+    pytest.param(family, changes, id=f"{family}: {name}")
+    for family in families()
+    for name, changes in {"as it is": {}, **QUIRKS.get(family, {})}.items()
+]
+each_family = pytest.mark.parametrize("family", families())
+
+
+def config_of(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**families()[family].tiny_config(), **changes}
+    return {key: value for key, value in config.items() if value is not ABSENT}
+
+
+def random_decoder(family: str) -> Decoder:
+    config = families()[family].tiny_config()
+    decoder = build_decoder(families()[family].from_hf(config, family))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
+    return decoder.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_logits_layers_greedy_tokens_and_cache_equal_those_of_transformers(
+    family: str, changes: dict[str, Any], transformers_folder: MakeModel
+) -> None:
+    source = resolve_model(str(transformers_folder(config_of(family, changes))))
+    decoder = load_decoder(source)
+    report = compare(decoder, made_by_transformers(source, decoder, seed=1))
+    assert report.passed, report
+    assert report.first_differing_layer is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {"max_position_embeddings": 16, **scaled("dynamic", factor=2.0)}, id="dynamic"
+        ),
+        pytest.param(longrope(24), id="longrope"),
+    ],
+)
+def test_cached_keys_keep_the_angles_they_were_written_with_as_in_transformers(
+    changes: dict[str, Any], transformers_folder: MakeModel
+) -> None:
+    folder = transformers_folder(config_of("llama", changes))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decoder = load_decoder(resolve_model(str(folder)))
+    tokens_T = torch.randint(0, 160, (32,), generator=torch.Generator().manual_seed(0))
+    cache = KvCache(decoder.config, num_tokens=32, dtype=torch.float32)
+    past = transformers.DynamicCache()
+    own, wanted = list[Tensor](), list[Tensor]()
+    with torch.inference_mode():
+        for piece in (tokens_T[:20], *tokens_T[20:].split(1)):
+            positions_T = cache.positions_T(len(piece))
+            attend = cache.attend(len(piece))
+            own.append(decoder(piece, positions_T=positions_T, attend=attend))
+            cache.advance(len(piece))
+            out = theirs(piece[None], position_ids=positions_T[None], cache=past)
+            wanted.append(out.logits[0])
+    assert (torch.cat(own) - torch.cat(wanted)).abs().max() < 1e-4
+    whole = theirs(tokens_T[None]).logits[0]
+    assert (whole - torch.cat(wanted)).abs().max() > 1e-2, "the angles did not change"
+
+
+@each_family
+def test_weights_that_come_in_and_go_out_are_the_same_tensors(
+    family: str, transformers_folder: MakeModel, tmp_path: Path
+) -> None:
+    folder = transformers_folder(config_of(family, {}))
+    source = resolve_model(str(folder))
+    save_huggingface(load_decoder(source), tmp_path / "out", family=family, like=source)
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@each_family
+def test_an_exported_model_gives_equal_logits_in_transformers(family: str, tmp_path: Path) -> None:
+    decoder = random_decoder(family)
+    save_huggingface(decoder, tmp_path / "out", family=family)
+    source = resolve_model(str(tmp_path / "out"))
+    assert source.architecture == decoder.config
+    assert compare(decoder, made_by_transformers(source, decoder, seed=2)).passed
+
+
+@each_family
+def test_decoding_through_a_cache_equals_one_whole_forward(family: str) -> None:
+    tokens_T = torch.randint(0, 160, (24,), generator=torch.Generator().manual_seed(0))
+    assert cached_difference(random_decoder(family), tokens_T) < 1e-4
+
+
+@each_family
+def test_documents_packed_together_give_the_logits_of_each_alone(family: str) -> None:
+    documents = list(torch.randint(0, 160, (40,)).split([17, 3, 20]))
+    assert packed_difference(random_decoder(family), documents) < 1e-5

@@ -40,24 +40,28 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 def refused(violations: Iterable[Mapping[str, Any]], fields: Iterable[str]) -> RequestError:
     """All violations pydantic found as one RequestError; `parameter` names the first one's field.
 
-    `fields`: names that would be right, for a suggestion.
+    `fields`: names that would be right. A rule between fields tells which one it is about by the
+    type of its PydanticCustomError.
     """
+    known = frozenset(fields)
     lines, parameter = [], None
     for violation in violations:
         path = [str(part) for part in violation["loc"]]
-        parameter = parameter or (path[0] if path else None)
-        lines.append(_violation_line(violation, path, fields))
+        kind = violation["type"]
+        parameter = parameter or (path[0] if path else kind if kind in known else None)
+        lines.append(_violation_line(violation, path, known))
     return RequestError("; ".join(dict.fromkeys(lines)), parameter=parameter)
 
 
-def _violation_line(violation: Mapping[str, Any], path: list[str], fields: Iterable[str]) -> str:
-    place, message = ".".join(path), violation["msg"]
-    if violation["type"] == "extra_forbidden":
-        return f"{place}: unknown field. {close_match(path[-1], fields) if len(path) == 1 else ''}"
-    if violation["type"] == "missing":
+def _violation_line(violation: Mapping[str, Any], path: list[str], known: frozenset[str]) -> str:
+    place, kind, message = ".".join(path), violation["type"], violation["msg"]
+    if kind == "extra_forbidden":
+        hint = f" {close_match(path[-1], known)}" if len(path) == 1 else ""
+        return f"{place}: unknown field.{hint}"
+    if kind == "missing":
         return f"{place}: required, but absent"
-    if not place:
-        return message
+    if not path:
+        return f"{kind}: {message}" if kind in known else message
     given = repr(violation["input"])
     shown = given if len(given) <= 60 else f"{given[:57]}..."
     return f"{place}: {message[:1].lower()}{message[1:]}; {shown} was given"
@@ -185,21 +189,23 @@ def check_request(request: Request, limits: Limits) -> None:
     prompt_ids, params = request.prompt_ids, request.params
     if not prompt_ids:
         raise RequestError("prompt: has no tokens; give at least one", parameter="prompt")
-    _check_ids("prompt", prompt_ids, limits)
-    _check_ids("stop_token_ids", params.stop_token_ids, limits)
-    _check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], limits)
+    check_ids(prompt_ids, limits, parameter="prompt")
+    check_ids(params.stop_token_ids, limits, parameter="stop_token_ids")
+    biased = [token_id for token_id, _ in params.logit_bias]
+    check_ids(biased, limits, parameter="logit_bias")
     if params.stop and request.decoder is None:
         raise RequestError("stop: needs a decoder of text", parameter="stop")
     _check_lengths(len(prompt_ids), params, limits.window_tokens)
 
 
-def _check_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None:
+def check_ids(token_ids: Sequence[int], limits: Limits, *, parameter: str) -> None:
+    """Raise RequestError where an id is outside the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(
-                f"{name}: token id {token_id} is outside the vocabulary, "
+                f"{parameter}: token id {token_id} is outside the vocabulary, "
                 f"0 to {limits.vocab_size - 1}",
-                parameter=name,
+                parameter=parameter,
             )
 
 

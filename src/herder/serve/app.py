@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from herder.config.record import Record
-from herder.engine.request import refused
+from herder.engine.request import check_ids, refused
 from herder.errors import HerderError
 from herder.serve.body_limit import MAX_BODY_BYTES, BodyLimit
 from herder.serve.chat import ChatFormat, chat_requests
@@ -133,13 +133,7 @@ async def tokenize(body: TokenizeBody, service: OneService) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, service: OneService) -> dict[str, Any]:
     """The text of ids, control tokens included."""
     service.check_model(body.model)
-    vocab_size = service.engine.limits.vocab_size
-    outside = [token_id for token_id in body.tokens if token_id >= vocab_size]
-    if outside:
-        raise invalid(
-            f"tokens: {outside[0]} is outside the vocabulary, 0 to {vocab_size - 1}",
-            parameter="tokens",
-        )
+    check_ids(body.tokens, service.engine.limits, parameter="tokens")
     return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from herder.engine.request import Logprob, Request
+from herder.engine.request import Logprob, Request, check_request
+from herder.errors import RequestError
 from herder.serve.answers import Part, ScoredToken
 from herder.serve.protocol import ChatBody
 from herder.serve.service import Service
@@ -20,7 +21,17 @@ def chat_requests(service: Service, body: ChatBody) -> list[Request]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     prompt_ids = service.chat_ids(body.messages, body.chat_template_kwargs)
-    return service.requests([prompt_ids], params, num_choices=body.n or 1, continues_prompt=False)
+    requests = service.requests(
+        [prompt_ids], params, num_choices=body.n or 1, continues_prompt=False
+    )
+    try:
+        check_request(requests[0], service.engine.limits)
+    except RequestError as error:
+        if error.parameter != "max_tokens" or given is None:
+            raise
+        message = str(error).replace("max_tokens", "max_completion_tokens")
+        raise RequestError(message, parameter="max_completion_tokens") from None
+    return requests
 
 
 class ChatFormat:

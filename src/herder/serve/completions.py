@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from herder.engine.request import PromptScored, Request, TokenLogprobs
+from herder.engine.request import PromptScored, Request, TokenLogprobs, check_ids
 from herder.serve.answers import Part, TokenPlaces
 from herder.serve.protocol import CompletionBody
 from herder.serve.service import DEFAULT_COMPLETION_TOKENS, Service
@@ -29,6 +29,7 @@ def completion_requests(service: Service, body: CompletionBody) -> list[Request]
 def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         return service.tokenizer.encode(prompt, add_special_tokens=True)
+    check_ids(prompt, service.engine.limits, parameter="prompt")
     return prompt
 
 

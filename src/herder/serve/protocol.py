@@ -7,9 +7,10 @@ response header. Ranges are the engine's own. Nothing here knows HTTP or tokens.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from herder.config.record import Record
@@ -77,6 +78,16 @@ def _whole_numbers_as_keys(value: Any) -> Any:
         raise PydanticCustomError("token_id", "keys must be token ids") from None
 
 
+def _finite(value: JsonValue) -> JsonValue:
+    """Python's reader lets NaN and Infinity pass, which are no JSON."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("finite", "holds a number that is not finite") from None
+    return value
+
+
+Json: TypeAlias = Annotated[JsonValue, AfterValidator(_finite)]
 Prompts: TypeAlias = Annotated[
     list[str] | list[list[int]],
     BeforeValidator(_one_kind_of_prompt, json_schema_input_type=str | list[str] | list[int]),
@@ -129,16 +140,16 @@ class SamplingFields(Body):
     tools: Annotated[Any, _unless(None, [])] = None
     tool_choice: Annotated[Any, _unless(None, "none")] = None
 
-    user: JsonValue = None
-    metadata: JsonValue = None
-    store: JsonValue = None
-    service_tier: JsonValue = None
-    safety_identifier: JsonValue = None
+    user: Json = None
+    metadata: Json = None
+    store: Json = None
+    service_tier: Json = None
+    safety_identifier: Json = None
 
     @model_validator(mode="after")
     def _options_of_a_stream_only(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+            raise PydanticCustomError("stream_options", "needs stream: true")
         return self
 
     @property
@@ -173,9 +184,9 @@ class CompletionBody(SamplingFields):
     @model_validator(mode="after")
     def _zero_tokens_only_with_echo(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true")
+            raise PydanticCustomError("max_tokens", "0 needs echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise PydanticCustomError("best_of", "best_of: only n is supported yet; leave it out")
+            raise PydanticCustomError("best_of", "only n is supported yet; leave it out")
         return self
 
 
@@ -207,21 +218,21 @@ class Message(Body):
 
 
 Messages: TypeAlias = Annotated[list[Message], Field(min_length=1)]
-TemplateVariables: TypeAlias = dict[str, JsonValue]
+TemplateVariables: TypeAlias = dict[str, Json]
 
 
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens. Absent: what the window leaves."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
     """More variables for the template, such as enable_thinking."""
-    parallel_tool_calls: JsonValue = None
+    parallel_tool_calls: Json = None
     functions: Annotated[Any, _unless(None, [])] = None
     function_call: Annotated[Any, _unless(None, "none")] = None
     modalities: Annotated[Any, _unless(None, ["text"])] = None
@@ -235,11 +246,11 @@ class ChatBody(SamplingFields):
     def _fields_agree(self) -> ChatBody:
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise PydanticCustomError("max_tokens", "max_tokens differs from max_completion_tokens")
-        if 0 in both:
-            raise PydanticCustomError("max_tokens", "max_tokens: must be at least 1")
+            raise PydanticCustomError(
+                "max_tokens", "differs from max_completion_tokens; give one of them"
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+            raise PydanticCustomError("top_logprobs", "needs logprobs: true")
         return self
 
 
@@ -256,7 +267,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "give exactly one of prompt and messages")
+            raise PydanticCustomError("one_text", "give exactly one of prompt and messages")
         return self
 
 

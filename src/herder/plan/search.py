@@ -112,8 +112,10 @@ def choose_fastest(sizes: ModelSizes, cluster: ClusterConfig, request: Request) 
         return None
     ranked.sort(reverse=True, key=lambda entry: entry[:2])
     _, best, chosen = ranked[0]
-    others = {fit.layout: rate for _, rate, fit in reversed(ranked) if fit.layout != chosen.layout}
-    slower = list(reversed(others.items()))[:5]
+    others: dict[Layout, float] = {}
+    for _, rate, fit in ranked:
+        others.setdefault(fit.layout, rate)
+    slower = [entry for entry in others.items() if entry[0] != chosen.layout][:5]
     return Choice(
         chosen,
         tuple(

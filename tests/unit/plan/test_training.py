@@ -93,6 +93,14 @@ def test_the_fastest_plan_is_at_least_as_fast_at_the_same_batch(
     assert re.search(r"simulated 1\.\d\d x the throughput", fastest.adjustments[-1])
 
 
+def test_the_fastest_plan_lists_the_next_ones_in_order(published: Published) -> None:
+    plan = plan_model_training(published("llama-3-70b"), cluster(4), model="m", objective="fastest")
+    slower = [float(re.findall(r"([\d.]+)% slower", e.reason)[0]) for e in plan.rejected]
+    assert len(slower) == 5
+    assert slower == sorted(slower)
+    assert plan.layout.told() not in {entry.layout for entry in plan.rejected}
+
+
 def test_planning_takes_milliseconds_and_searching_under_a_second(published: Published) -> None:
     def quickest(objective: Objective) -> float:
         times = []

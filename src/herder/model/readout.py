@@ -58,9 +58,11 @@ class LossReadout:
         dtype = product_dtype(x_TD)
         if dtype == torch.bfloat16 and x_TD.device.type == "cpu" and not multiplies_bf16():
             dtype = torch.float32
-        return _ChunkedCrossEntropy.apply(
-            x_TD, head.weight, self.targets_T, self.weights_T, self.chunk_tokens, dtype
-        )
+        # Autocast would take the products in its own dtype again, whatever was chosen above.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return _ChunkedCrossEntropy.apply(
+                x_TD, head.weight, self.targets_T, self.weights_T, self.chunk_tokens, dtype
+            )
 
 
 class _ChunkedCrossEntropy(Function):

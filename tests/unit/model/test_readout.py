@@ -100,3 +100,14 @@ def test_under_autocast_the_loss_stays_near_that_of_fp32(make_decoder, pack, tar
     assert low.dtype == torch.float32
     assert low.item() != exact.item()
     assert low.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_without_bf16_multiplication_the_head_is_fp32_under_autocast_too(targets, monkeypatch):
+    monkeypatch.setattr("herder.model.readout.multiplies_bf16", lambda: False)
+    generator = torch.Generator().manual_seed(2)
+    x_TD = torch.randn(25, 32, generator=generator, requires_grad=True)
+    head = torch.nn.Linear(32, 97, bias=False)
+    expected = LossReadout(*targets)(x_TD, head)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = LossReadout(*targets)(x_TD, head)
+    assert actual == expected

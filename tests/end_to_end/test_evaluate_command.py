@@ -71,6 +71,16 @@ def test_bf16_comes_near_fp32(
     assert rounded["loss"] != exact["loss"]
 
 
+def test_shorter_pieces_know_less_of_what_came_before(
+    model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(model), "--data", str(corpus), "--split", "all"]
+    whole = evaluated(capsys, *arguments)
+    cut = evaluated(capsys, *arguments, "--sequence-length", "2")
+    assert cut["num_tokens"] == whole["num_tokens"]
+    assert cut["loss"] != whole["loss"]
+
+
 def test_people_see_a_table_with_the_baselines(
     model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +96,7 @@ def test_people_see_a_table_with_the_baselines(
         (["--tasks", "perplexitty"], "Did you mean 'perplexity'?"),
         (["--tasks", "perplexity,hellaswag"], "unknown task 'hellaswag'. Known: perplexity."),
         (["--max-tokens", "0"], "0 is not in the range"),
+        (["--sequence-length", "129"], "exceeds the model's window of 128 tokens"),
         (["--data", "nowhere.txt"], "No corpus 'nowhere.txt'"),
     ],
 )

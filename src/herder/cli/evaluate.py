@@ -11,11 +11,12 @@ from herder.cli.models import resolve, tokenizer_folder
 from herder.data.progress import progress
 from herder.data.tokenizer import check_vocabulary, load_tokenizer
 from herder.errors import ConfigError, close_match
-from herder.evaluate.model import Precision, Split, data_of, load_model, texts_of
+from herder.evaluate.model import Precision, Split, data_of, load_model, texts_of, window_tokens
 from herder.evaluate.perplexity import encode_for_scoring, evaluate_perplexity
 from herder.evaluate.tables import perplexity_json, perplexity_table
 
 TASKS = ("perplexity",)
+_POSITIVE = click.IntRange(min=1)
 
 
 @click.command("evaluate")
@@ -30,7 +31,8 @@ TASKS = ("perplexity",)
     show_default=True,
     help="The documents that training holds out (one in 50 by default), or all.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=65_536, show_default=True)
+@click.option("--max-tokens", type=_POSITIVE, default=65_536, show_default=True)
+@click.option("--sequence-length", type=_POSITIVE, help="Cut here. Default: the model's window.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -40,6 +42,7 @@ def command(
     text_key: str | None,
     split: Split,
     max_tokens: int,
+    sequence_length: int | None,
     precision: Precision,
     as_json: bool,
 ) -> None:
@@ -48,6 +51,7 @@ def command(
         if task not in TASKS:
             raise ConfigError(f"--tasks: unknown task {task!r}. {close_match(task, TASKS)}")
     source = resolve(model)
+    window = window_tokens(source.architecture, sequence_length)
     tokenizer = load_tokenizer(tokenizer_folder(source))
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
     given = {"source": data, "text_key": text_key}
@@ -59,7 +63,7 @@ def command(
         result = evaluate_perplexity(
             decoder,
             documents,
-            window_tokens=source.architecture.max_position_embeddings,
+            window_tokens=window,
             device=device,
             on_progress=show,
         )

@@ -13,9 +13,10 @@ import torch
 from herder.checkpoint.huggingface import load_weights
 from herder.checkpoint.metadata import read_meta
 from herder.checkpoint.source import ModelSource
+from herder.config.architecture import ArchitectureConfig
 from herder.config.run import DataConfig
 from herder.data.sources import documents, is_held_out, open_source
-from herder.errors import DataError
+from herder.errors import ConfigError, DataError
 from herder.model.build import build_decoder
 from herder.model.decoder import Decoder
 
@@ -37,6 +38,16 @@ def data_of(source: ModelSource) -> DataConfig:
     if source.weights != "run" or source.folder is None:
         return DataConfig()
     return DataConfig.model_validate(read_meta(source.folder).config["data"])
+
+
+def window_tokens(architecture: ArchitectureConfig, sequence_length: int | None) -> int:
+    """How long a piece of a document may be: what was asked for, else the model's window."""
+    window = architecture.max_position_embeddings
+    if sequence_length is not None and sequence_length > window:
+        raise ConfigError(
+            f"--sequence-length {sequence_length} exceeds the model's window of {window} tokens."
+        )
+    return sequence_length or window
 
 
 def texts_of(config: DataConfig, *, split: Split) -> Iterator[str]:

@@ -44,9 +44,10 @@ def gated(
         return down(activate(gate_TI, activation) * up_TI)
     product_TI = _GatedProduct.apply(gate_TI, up_TI, activation)
     parts = gate_TI.detach(), up_TI.detach()
+    product_address = product_TI.data_ptr()  # the hooks outlive this call: the product must not
 
     def pack(kept: Tensor) -> Tensor | None:
-        return None if kept.data_ptr() == product_TI.data_ptr() else kept
+        return None if kept.data_ptr() == product_address else kept
 
     def unpack(kept: Tensor | None) -> Tensor:
         return activate(parts[0], activation) * parts[1] if kept is None else kept

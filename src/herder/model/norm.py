@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 from herder.config.architecture import NormConfig
 from herder.model.autograd import Function
+from herder.model.linear import product_dtype
 
 
 class RmsNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight, statistics in fp32. Source: arXiv:1910.07467."""
+    """x * rsqrt(mean(x^2) + eps) * weight, statistics in fp32. Source: arXiv:1910.07467.
+
+    Under autocast the result is already in its dtype: the projections that read it then share, and
+    keep for the backward pass, one tensor instead of a cast copy each.
+    """
 
     def __init__(self, dim: int, config: NormConfig, *, device: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -27,7 +32,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.weight_offset if self.weight_offset else self.weight
-        return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32)
+        return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32, product_dtype(x))
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
@@ -37,15 +42,22 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, multiply_in_fp32: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        multiply_in_fp32: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
         wide_x = _wide(x)
         scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.multiply_in_fp32 = multiply_in_fp32
         normed = wide_x * scale
         if multiply_in_fp32:
-            return (normed * _wide(weight)).to(x.dtype)
-        return normed.to(x.dtype) * weight
+            return (normed * _wide(weight)).to(dtype)
+        return (normed.to(x.dtype) * weight).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +66,7 @@ class _RmsNorm(Function):
         weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         inner = grad * _wide(weight)
         x_grad = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-        return x_grad.to(x.dtype), weight_grad, None, None
+        return x_grad.to(x.dtype), weight_grad, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -79,24 +79,22 @@ class _ChunkedCrossEntropy(Function):
         dtype: torch.dtype,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        low_weight_VD = weight_VD.to(dtype)
         x_grad_TD = torch.empty_like(x_TD) if needs_x else None
         weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        for rows in _chunks(x_TD.shape[0], chunk_tokens):
-            x_CD = x_TD[rows].to(dtype)
-            targets_C1, weights_C1 = targets_T[rows, None], weights_T[rows, None]
-            logprob_CV = (x_CD @ low_weight_VD.t()).float().log_softmax(-1)
-            loss -= (logprob_CV.gather(1, targets_C1) * weights_C1).sum()
-            if not (needs_x or needs_weight):
-                continue
-            logits_grad_CV = logprob_CV.exp_().mul_(weights_C1)
-            logits_grad_CV.scatter_add_(1, targets_C1, -weights_C1)
-            logits_grad_CV = logits_grad_CV.to(dtype)
-            if x_grad_TD is not None:
-                x_grad_TD[rows] = (logits_grad_CV @ low_weight_VD).to(x_TD.dtype)
-            if weight_grad_VD is not None:
-                _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            low_weight_VD = weight_VD.to(dtype)
+            for rows in _chunks(x_TD.shape[0], chunk_tokens):
+                x_CD = x_TD[rows].to(dtype)
+                part, logits_grad_CV = _loss_and_gradient(
+                    x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None]
+                )
+                loss += part
+                if x_grad_TD is not None:
+                    x_grad_TD[rows] = (logits_grad_CV @ low_weight_VD).to(x_TD.dtype)
+                if weight_grad_VD is not None:
+                    _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
+                del logits_grad_CV  # before the next chunk's logits
         ctx.grads = x_grad_TD, weight_grad_VD
         return loss
 
@@ -106,6 +104,17 @@ class _ChunkedCrossEntropy(Function):
         ctx.grads = None, None
         scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]
         return *scaled, None, None, None, None
+
+
+def _loss_and_gradient(
+    logits_CV: Tensor, targets_C1: Tensor, weights_C1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The chunk's weighted loss in fp32, and its gradient at the logits in their dtype."""
+    logprob_CV = logits_CV.float().log_softmax(-1)
+    loss = -(logprob_CV.gather(1, targets_C1) * weights_C1).sum()
+    gradient_CV = logprob_CV.exp_().mul_(weights_C1)
+    gradient_CV.scatter_add_(1, targets_C1, -weights_C1)
+    return loss, gradient_CV.to(logits_CV.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

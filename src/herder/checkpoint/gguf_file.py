@@ -106,6 +106,8 @@ class _Cursor:
             metadata[key] = self.value(kind)
         infos = [self.tensor_info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT_BYTES)
+        if type(alignment) is not int or alignment < 1:
+            raise self.damaged(f"general.alignment={alignment!r}")
         start = -(-self.at // alignment) * alignment
         tensors = {
             name: self.place(name, shape, kind, start + offset)

@@ -58,6 +58,14 @@ _SIZE_KEYS = (
     "block_count context_length embedding_length feed_forward_length vocab_size expert_count "
     "expert_used_count tensor_data_layout"
 )
+_NEEDED_KEYS = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
 _ATTENTION_KEYS = (
     "head_count head_count_kv layer_norm_rms_epsilon key_length value_length sliding_window causal"
 )
@@ -154,38 +162,39 @@ def config_json(file: GgufFile, *, frequency_factors: tuple[float, ...] = ()) ->
 
 
 def _refuse_unreadable(file: GgufFile, prefix: str) -> None:
-    needed = (
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.layer_norm_rms_epsilon",
-    )
-    missing = [f"{prefix}.{key}" for key in needed if f"{prefix}.{key}" not in file.metadata]
+    """Raises ModelError for what is missing, unknown, or cannot be expressed."""
+    metadata = {
+        key.removeprefix(f"{prefix}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{prefix}.")
+    }
+    missing = [f"{prefix}.{key}" for key in _NEEDED_KEYS if key not in metadata]
     missing += ["token_embd.weight"] if "token_embd.weight" not in file.tensors else []
     if missing:
         raise ModelError(f"{file.path}: this GGUF file lacks {', '.join(missing)}.")
-    for key in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
-        if isinstance(file.metadata.get(f"{prefix}.{key}"), list):
-            raise ModelError(
-                f"{file.path}: {prefix}.{key} differs from layer to layer, which is not supported."
-            )
-    unknown = [
-        key
-        for key in file.metadata
-        if key.startswith(f"{prefix}.") and key.removeprefix(f"{prefix}.") not in _KEYS
-    ]
+    unknown = [f"{prefix}.{key}" for key in metadata if key not in _KEYS]
     if unknown:
         raise ModelError(
             f"{file.path}: {', '.join(unknown)}: no such key is known here, so it might change the "
             "computation. Take the model's Hugging Face folder."
         )
-    if file.metadata.get(f"{prefix}.attention.sliding_window"):
-        raise ModelError(
-            f"{file.path}: {prefix}.attention.sliding_window is set, and a GGUF file does not say "
-            "on which layers. Take the model's Hugging Face folder."
-        )
+    width = metadata.get("attention.key_length")
+    problems = {
+        "sizes that differ from layer to layer": any(
+            isinstance(metadata.get(key), list)
+            for key in ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+        ),
+        "keys and values of different widths": metadata.get("attention.value_length", width)
+        != width,
+        "a sliding window, of which a GGUF file does not say on which layers it is": bool(
+            metadata.get("attention.sliding_window")
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ModelError(
+                f"{file.path} has {problem}: not supported. Take the model's Hugging Face folder."
+            )
 
 
 def _rope_scaling(

@@ -62,7 +62,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
     start, end = entry["data_offsets"]
-    shape = tuple(int(dim) for dim in entry["shape"])
+    shape = tuple(entry["shape"])
+    if not 0 <= start <= end or any(type(dim) is not int or dim < 0 for dim in shape):
+        raise ValueError("offsets or dims that no tensor can have")
     return StoredTensor(path, entry["dtype"], shape, data_start + start, end - start)
 
 

@@ -30,7 +30,7 @@ from herder.serve.load import DTYPES, load_runner, window_tokens
     help="Whether the prompt is a user's message, put into the model's chat template, or text as "
     "it is.  [default: raw]",
 )
-@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")

@@ -24,6 +24,16 @@ from herder.serve.service import Service
 MAX_BODY_BYTES = 200_000
 
 
+def value_in(exposition: str, name: str, **labels: str) -> float:
+    """The sum of one metric's values in Prometheus' text format."""
+    total = 0.0
+    for line in exposition.splitlines():
+        found = re.fullmatch(rf"herder:{name}(\{{.*\}})? (\S+)", line)
+        if found and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            total += float(found.group(2))
+    return total
+
+
 @dataclass
 class Running:
     """A server that is up."""
@@ -36,12 +46,7 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one metric, summed over the labels that are not given."""
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            found = re.fullmatch(rf"herder:{name}(\{{.*\}})? (\S+)", line)
-            if found and all(f'{key}="{value}"' in line for key, value in labels.items()):
-                total += float(found.group(2))
-        return total
+        return value_in(self.http.get("/metrics").text, name, **labels)
 
     def wait_idle(self) -> None:
         """Until nothing runs or waits."""
@@ -122,10 +127,9 @@ def api(shared: Running) -> Iterator[Running]:
     shared.wait_idle()
     engine = shared.service.engine
     assert (engine.num_running, engine.num_waiting) == (0, 0)
-    assert shared.metric("num_requests_running") == 0
-    assert shared.metric("num_requests_waiting") == 0
-    assert shared.metric("kv_cache_usage_perc") == 0
-    assert shared.metric("request_success_total") == shared.metric(
-        "e2e_request_latency_seconds_count"
-    )
+    lines = shared.http.get("/metrics").text
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert value_in(lines, gauge) == 0
+    ended = value_in(lines, "e2e_request_latency_seconds_count")
+    assert value_in(lines, "request_success_total") == ended
     assert shared.http.get("/health").status_code == 200

@@ -132,9 +132,15 @@ def is_fine(path, field, value):
     return value in FINE[path][field]
 
 
-@pytest.mark.parametrize(
-    ("path", "field"), [(path, field) for path, fields in FINE.items() for field in fields]
-)
+def each_field():
+    """Every field of every path; what both completions share is tried on one of them."""
+    for path, fields in FINE.items():
+        for field in fields:
+            if path != "/v1/chat/completions" or field not in FINE_IN_BOTH:
+                yield path, field
+
+
+@pytest.mark.parametrize(("path", "field"), each_field())
 def test_every_bad_value_of_a_field_is_told_by_its_name(api, path, field) -> None:
     for value in RAW_VALUES:
         fields = {**BASE[path], field: value}

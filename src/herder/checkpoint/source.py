@@ -94,7 +94,7 @@ def resolve_model(
     path = Path(reference).expanduser()
     called = name or (path.name or reference).removesuffix(".gguf")
     if reference.lower() in model_names():
-        return _from_config(model_config_json(reference), name=reference.lower())
+        return _from_config(model_config_json(reference), name=name or reference.lower())
     if path.suffix == ".gguf":
         return _from_gguf(path, called)
     if path.is_dir():

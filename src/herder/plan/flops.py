@@ -2,9 +2,8 @@
 
 Owns the convention: **model FLOPs**, two per multiply-accumulate, of the matrix products and of
 attention, without recompute, norms, activations or the embedding lookup. Attention counts the keys
-each query sees: `causal` (what a fused kernel computes, about half of the square) or `full` (every
-query against every position, as PaLM's appendix B and most older tables). A backward pass is twice
-its forward pass.
+that each query sees under its mask, as a fused kernel computes them: about half of the square that
+PaLM's appendix B and most older tables count. A backward pass is twice its forward pass.
 """
 
 from __future__ import annotations
@@ -15,24 +14,19 @@ from typing import Literal
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
 from herder.plan.parameters import MODULES, Module, all_weights
 
-AttentionCount = Literal["causal", "full"]
 TRAINING_PASSES = 3
 """Forward, and backward for inputs and for weights. Source: PaLM, arXiv:2204.02311, appendix B."""
 
 
-def mean_keys(layer: LayerSpec, sequence_length: int, attention: AttentionCount) -> float:
+def mean_keys(layer: LayerSpec, sequence_length: int) -> float:
     """Keys that a query of this layer sees, itself included, averaged over a sequence."""
-    length, window = sequence_length, layer.window
-    if layer.attention == "chunked" and window is not None and window < length:
-        whole, rest = divmod(length, window)
-        if attention == "full":
-            return (whole * window * window + rest * rest) / length
-        return (whole * window * (window + 1) + rest * (rest + 1)) / 2 / length
-    if layer.attention == "sliding" and window is not None and window < length:
-        if attention == "full":
-            return float(window)
-        return (window * (window + 1) / 2 + (length - window) * window) / length
-    return float(length) if attention == "full" else (length + 1) / 2
+    window = min(layer.window or sequence_length, sequence_length)
+    chunks, rest = divmod(sequence_length, window)
+    if layer.attention == "chunked":
+        seen = (chunks * window * (window + 1) + rest * (rest + 1)) / 2
+    else:
+        seen = window * (window + 1) / 2 + (sequence_length - window) * window
+    return seen / sequence_length
 
 
 def attention_flops_per_key(architecture: ArchitectureConfig) -> int:
@@ -45,31 +39,24 @@ def attention_flops_per_key(architecture: ArchitectureConfig) -> int:
 
 
 def forward_flops_by_module(
-    architecture: ArchitectureConfig,
-    *,
-    sequence_length: int,
-    attention: AttentionCount = "causal",
+    architecture: ArchitectureConfig, *, sequence_length: int
 ) -> dict[Module | Literal["scores"], float]:
     """FLOPs of one token's forward pass. `scores` is attention itself, without its projections."""
     moe = architecture.moe
     routed_share = moe.num_experts_per_token / moe.num_experts if moe else 1.0
-    counts: Counter[str] = Counter()
-    flops: dict[Module | Literal["scores"], float] = {}
+    counts: Counter[Module] = Counter()
     for weight, times in all_weights(architecture):
         if weight.is_matmul:
             share = routed_share if weight.module == "experts" else 1.0
             counts[weight.module] += round(2 * weight.num_parameters * times * share)
     if architecture.tie_embeddings:
         counts["head"] = 2 * architecture.vocab_size * architecture.hidden_size
-    for module in MODULES:
-        if counts[module]:
-            flops[module] = float(counts[module])
-    per_key = attention_flops_per_key(architecture)
-    flops["scores"] = per_key * sum(
-        times * mean_keys(layer, sequence_length, attention)
+    keys = sum(
+        times * mean_keys(layer, sequence_length)
         for layer, times in Counter(architecture.layers).items()
     )
-    return flops
+    scores = attention_flops_per_key(architecture) * keys
+    return {**{name: float(counts[name]) for name in MODULES if counts[name]}, "scores": scores}
 
 
 def flops_per_token(
@@ -77,12 +64,9 @@ def flops_per_token(
     *,
     sequence_length: int,
     phase: Literal["forward", "training"] = "training",
-    attention: AttentionCount = "causal",
 ) -> float:
     """Model FLOPs of one token in sequences of this length, by the convention of this module."""
-    by_module = forward_flops_by_module(
-        architecture, sequence_length=sequence_length, attention=attention
-    )
+    by_module = forward_flops_by_module(architecture, sequence_length=sequence_length)
     return sum(by_module.values()) * (TRAINING_PASSES if phase == "training" else 1)
 
 
@@ -99,22 +83,18 @@ def key_value_elements(architecture: ArchitectureConfig, *, tensor_parallel_size
     return attention.kv_lora_rank + attention.qk_rope_head_dim
 
 
-def kv_bytes_per_token(
-    architecture: ArchitectureConfig, *, bytes_per_element: float, tensor_parallel_size: int = 1
-) -> float:
-    """Cache bytes a GPU that one more token takes while every layer still grows."""
-    elements = key_value_elements(architecture, tensor_parallel_size=tensor_parallel_size)
-    return architecture.num_layers * elements * bytes_per_element
-
-
 def kv_bytes_per_sequence(
     architecture: ArchitectureConfig,
     *,
+    layers: Counter[LayerSpec],
     num_tokens: int,
     bytes_per_element: float,
     tensor_parallel_size: int = 1,
 ) -> float:
-    """Cache bytes a GPU of one sequence; layers with a window or chunk keep no more than that."""
+    """Cache bytes on a GPU that holds `layers`: one with a window or chunk keeps no more than that.
+
+    num_tokens=1 is what one more token takes while every layer still grows.
+    """
     elements = key_value_elements(architecture, tensor_parallel_size=tensor_parallel_size)
-    kept = sum(min(num_tokens, layer.window or num_tokens) for layer in architecture.layers)
+    kept = sum(n * min(num_tokens, layer.window or num_tokens) for layer, n in layers.items())
     return kept * elements * bytes_per_element

@@ -5,16 +5,17 @@ Owns legality and its reasons; cost and memory are priced elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig
 
+ZeroStage = Literal[0, 1, 2, 3]
 MAX_DATA_PARALLEL_RANKS = 512
 """Largest group that gradients are reduced over and parameters gathered from in one collective.
 
@@ -34,18 +35,13 @@ class Layout(Record):
     data_parallel_size: PositiveInt
     context_parallel_size: PositiveInt
     expert_parallel_size: PositiveInt
-    zero_stage: Literal[0, 1, 2, 3]
+    zero_stage: ZeroStage
     """What the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too.
     Source: ZeRO, arXiv:1910.02054, section 5."""
 
     @property
     def num_ranks(self) -> int:
-        return (
-            self.tensor_parallel_size
-            * self.pipeline_parallel_size
-            * self.data_parallel_size
-            * self.context_parallel_size
-        )
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_shards
 
     @property
     def num_shards(self) -> int:
@@ -53,7 +49,7 @@ class Layout(Record):
         return self.data_parallel_size * self.context_parallel_size
 
     @property
-    def mesh_axes(self) -> dict[str, NonNegativeInt]:
+    def mesh_axes(self) -> dict[str, int]:
         """Axis sizes from the slowest links to the fastest. dp replicates, fsdp shards."""
         sharded = self.zero_stage > 0
         return {
@@ -67,17 +63,17 @@ class Layout(Record):
 
     def told(self) -> str:
         """The degrees above 1 and the ZeRO stage, as people write them."""
-        degrees = (
-            ("TP", self.tensor_parallel_size),
-            ("PP", self.pipeline_parallel_size),
-            ("CP", self.context_parallel_size),
-            ("EP", self.expert_parallel_size),
-            ("DP", self.data_parallel_size),
-        )
-        words = [f"{name} {degree:,}" for name, degree in degrees if degree > 1]
-        return ", ".join(
-            [*words, f"ZeRO-{self.zero_stage}"] if self.num_ranks > 1 else ["one rank"]
-        )
+        if self.num_ranks == 1:
+            return "one rank"
+        degrees = {
+            "TP": self.tensor_parallel_size,
+            "PP": self.pipeline_parallel_size,
+            "CP": self.context_parallel_size,
+            "EP": self.expert_parallel_size,
+            "DP": self.data_parallel_size,
+        }
+        words = [f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1]
+        return ", ".join([*words, f"ZeRO-{self.zero_stage}"])
 
 
 def fast_domain_size(cluster: ClusterConfig) -> int:
@@ -94,32 +90,28 @@ def tensor_degree_problem(
     Training may copy key-value heads when there are fewer of them than ranks; serving may not.
     """
     attention, mlp, moe = architecture.attention, architecture.mlp, architecture.moe
-    sizes = {"num_attention_heads": attention.num_attention_heads}
+    sizes: dict[str, int | None] = {"num_attention_heads": attention.num_attention_heads}
     if isinstance(attention, GroupedQueryAttention):
         heads = attention.num_key_value_heads
-        if not (copies_kv_heads and degree % heads == 0):
-            sizes["num_key_value_heads"] = heads
+        sizes["num_key_value_heads"] = None if copies_kv_heads and degree % heads == 0 else heads
     sizes["vocab_size"] = architecture.vocab_size
     if mlp is not None:
         sizes["mlp.intermediate_size"] = mlp.intermediate_size
     if moe is not None:
         sizes["moe.expert_intermediate_size"] = moe.expert_intermediate_size
-        if moe.shared_expert_intermediate_size is not None:
-            sizes["moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
-    for name, size in sizes.items():
-        if size % degree:
-            return f"does not divide {name}={size}"
-    return None
+        sizes["moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
+    uneven = (f"{name}={size}" for name, size in sizes.items() if size and size % degree)
+    first = next(uneven, None)
+    return f"does not divide {first}" if first else None
 
 
 def legal_tensor_degrees(
     architecture: ArchitectureConfig, cluster: ClusterConfig, *, copies_kv_heads: bool = True
 ) -> tuple[int, ...]:
     """Ascending degrees that divide the model, the fast domain and the cluster."""
-    domain = fast_domain_size(cluster)
     return tuple(
         degree
-        for degree in divisors(domain)
+        for degree in divisors(fast_domain_size(cluster))
         if cluster.num_gpus % degree == 0
         and tensor_degree_problem(architecture, degree, copies_kv_heads=copies_kv_heads) is None
     )
@@ -151,18 +143,19 @@ def growing_clusters(cluster: ClusterConfig, least_devices: float) -> Iterator[C
         yield cluster.model_copy(update={"nodes": nodes, "gpus_per_node": per_node})
 
 
-def cluster_flags(cluster: ClusterConfig) -> str:
-    """The cluster as the flags of `herder plan`."""
-    device = cluster_gpu(cluster).name.split()[0]
-    return f"--nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node} --gpu {device}"
+def smallest_cluster(
+    cluster: ClusterConfig, least_devices: float, would_do: Callable[[ClusterConfig], bool]
+) -> str:
+    """A sentence for errors: the flags of the first growing cluster that would do, or empty."""
+    found = next(filter(would_do, growing_clusters(cluster, least_devices)), None)
+    if found is None:
+        return ""
+    device = cluster_gpu(found).name.split()[0]
+    flags = f"--nodes {found.nodes} --gpus-per-node {found.gpus_per_node} --gpu {device}"
+    return f"Smallest cluster that would do: {flags}."
 
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
-
-
-def tensor_degrees_told(architecture: ArchitectureConfig, cluster: ClusterConfig) -> str:
-    """The legal degrees for an error message."""
-    return ", ".join(map(str, legal_tensor_degrees(architecture, cluster)))

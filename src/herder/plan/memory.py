@@ -2,23 +2,19 @@
 
 Owns which bytes count and on which pipeline stage they peak; decides nothing. `state` is the rule
 with even shares; `largest_rank_state` follows real shards: embedding and head on the ends, uneven
-stages, key-value heads copied where tensor parallelism exceeds them.
+stages, key-value heads copied where tensor parallelism exceeds them. Activations are the tensors
+that autograd saves in one layer of model/: eager PyTorch with fused attention (scores are never
+stored). Tensor parallelism comes with sequence parallelism, so the residual stream is split; the
+gathered input of a column-parallel product is kept whole. Source for the method: Korthikanti et
+al., arXiv:2205.05198, section 4.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
 from herder.config.record import Record
 from herder.config.run import GpuConfig
-from herder.plan.activations import (
-    Widths,
-    checkpoint_bytes_per_token,
-    gradient_bytes_per_token,
-    layer_bytes_per_token,
-    logit_bytes,
-)
+from herder.plan.candidate import Candidate, StateWidths
 from herder.plan.layout import Layout
 from herder.plan.stages import ModelSizes, RankParameters
 from herder.units import GB, GIB
@@ -35,44 +31,11 @@ CPU_OVERHEAD_BYTES = round(0.5 * GB)
 """Resident size of a process that has imported torch and read a tokenizer."""
 BLOCKS_IN_FLIGHT = 2
 """Blocks whose parameters are gathered or gradients reduced at once: this one and its neighbour."""
-
-STATE_BYTES = 16
-"""Of one parameter, before anything is shared out."""
-
-Recompute = Literal["none", "full"]
-Precision = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True, slots=True)
-class StateWidths:
-    """Bytes that training keeps of each parameter. They sum to 16."""
-
-    parameter: int
-    gradient: int
-    optimizer: int
-
-
-MIXED = StateWidths(parameter=2, gradient=2, optimizer=12)
-"""bf16 parameters and gradients; fp32 master copy and two moments in the optimizer.
-Source: ZeRO, arXiv:1910.02054, section 3.1."""
-FULL = StateWidths(parameter=4, gradient=4, optimizer=8)
-"""fp32 parameters (autocast to bf16 as they are used), fp32 gradients and two moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What one optimizer step computes on each rank."""
-
-    sequence_length: int
-    micro_batch_size: int
-    num_micro_batches: int
-    precision: Precision
-    recompute: Recompute
-    loss_chunk_tokens: int
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        return self.sequence_length * self.micro_batch_size
+GATED_MLP_TENSORS = 4
+"""gate, silu(gate), up and their product: operators of down(silu(gate) * up) save one each."""
+LOGIT_BYTES = 10
+"""Of one logit while its chunk of the loss is computed: bf16, an fp32 copy, an fp32 gradient."""
+FP32_LOGIT_BYTES = 8
 
 
 class MemoryGb(Record):
@@ -95,32 +58,23 @@ class MemoryGb(Record):
     device: float
 
 
-def state_widths(layout: Layout, precision: Precision) -> StateWidths:
-    """One rank keeps fp32 parameters under autocast; several keep bf16 ones and an fp32 master."""
-    return FULL if layout.num_ranks == 1 or precision == "fp32" else MIXED
-
-
 def state_bytes(parameters: RankParameters, layout: Layout, widths: StateWidths) -> float:
     """The 16N rule: what a rank keeps of `parameters` after ZeRO shares out its part.
 
     Over P ranks with bf16 parameters: stage 0 16N, stage 1 12N/P + 4N, stage 2 14N/P + 2N, stage 3
     16N/P. Experts are shared out over the P / EP ranks that hold the same ones.
     """
-    dense_shards = layout.num_shards
     expert_shards = layout.num_shards // layout.expert_parallel_size
-    total = 0.0
-    for stage, width in ((3, widths.parameter), (2, widths.gradient), (1, widths.optimizer)):
-        shared = layout.zero_stage >= stage
-        total += width * parameters.dense / (dense_shards if shared else 1)
-        total += width * parameters.experts / (expert_shards if shared else 1)
-    return total
+    shared = parameters.dense / layout.num_shards + parameters.experts / expert_shards
+    stages = ((3, widths.parameter), (2, widths.gradient), (1, widths.optimizer))
+    return sum(w * (shared if layout.zero_stage >= s else parameters.total) for s, w in stages)
 
 
 def even_share(sizes: ModelSizes, layout: Layout) -> RankParameters:
     """N / (TP PP), experts also over EP."""
-    whole = sizes.whole
     ways = layout.tensor_parallel_size * layout.pipeline_parallel_size
-    return RankParameters(whole.dense / ways, whole.experts / ways / layout.expert_parallel_size)
+    experts = sizes.whole.experts / ways / layout.expert_parallel_size
+    return RankParameters(sizes.whole.dense / ways, experts)
 
 
 def memory_budget_bytes(gpu: GpuConfig) -> float:
@@ -129,19 +83,19 @@ def memory_budget_bytes(gpu: GpuConfig) -> float:
     return gpu.memory_gb * GB * share
 
 
-def training_memory(
-    sizes: ModelSizes, layout: Layout, workload: Workload, gpu: GpuConfig
-) -> MemoryGb:
+def training_memory(candidate: Candidate) -> MemoryGb:
     """The parts on the device that fills most, over all pipeline stages."""
-    widths = state_widths(layout, workload.precision)
+    sizes, layout, gpu = candidate.request.sizes, candidate.layout, candidate.request.gpu
+    overhead = CPU_OVERHEAD_BYTES
+    if gpu.kind == "gpu":
+        overhead = ONE_RANK_OVERHEAD_BYTES if layout.num_ranks == 1 else MANY_RANKS_OVERHEAD_BYTES
     stages = [
-        _stage_bytes(sizes, layout, workload, widths, stage)
+        _stage_bytes(candidate, stage)
         for stage in sizes.distinct_stages(layout.pipeline_parallel_size)
     ]
     fullest = max(stages, key=sum)
-    overhead = _overhead_bytes(layout, gpu)
     return MemoryGb(
-        state=state_bytes(even_share(sizes, layout), layout, widths) / GB,
+        state=state_bytes(even_share(sizes, layout), layout, candidate.widths) / GB,
         largest_rank_state=max(state for state, *_ in stages) / GB,
         activations=fullest[1] / GB,
         logits=fullest[2] / GB,
@@ -153,88 +107,111 @@ def training_memory(
     )
 
 
-def _stage_bytes(
-    sizes: ModelSizes, layout: Layout, workload: Workload, widths: StateWidths, stage: int
-) -> tuple[float, float, float, float]:
+def _stage_bytes(candidate: Candidate, stage: int) -> tuple[float, float, float, float]:
     """State, activations, logits and buffers of one stage's rank."""
-    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    parameters = sizes.stage_on_rank(pp, stage, tp=tp, ep=layout.expert_parallel_size)
-    is_last = stage == pp - 1
-    bytes_each = activation_widths(layout, workload.precision)
-    logits = logit_bytes(
-        sizes.architecture,
-        chunk_tokens=min(workload.loss_chunk_tokens, _local_tokens(layout, workload)),
-        tp=tp,
-        widths=bytes_each,
+    layout, sizes = candidate.layout, candidate.request.sizes
+    tp, pp, ep = (
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.expert_parallel_size,
     )
+    parameters = sizes.stage_on_rank(pp, stage, tp=tp, ep=ep)
+    logits = 0.0
+    if stage == pp - 1:
+        chunk_tokens = min(candidate.request.train.loss_chunk_tokens, candidate.local_tokens)
+        each = LOGIT_BYTES if candidate.compute_bytes == 2 else FP32_LOGIT_BYTES
+        logits = chunk_tokens * sizes.architecture.vocab_size / tp * each
     return (
-        state_bytes(parameters, layout, widths),
-        _activation_bytes(sizes, layout, workload, bytes_each, stage),
-        logits if is_last else 0.0,
-        _buffer_bytes(sizes, layout, workload, parameters, widths),
+        state_bytes(parameters, layout, candidate.widths),
+        _activation_bytes(candidate, stage),
+        logits,
+        _buffer_bytes(candidate, parameters),
     )
 
 
-def activation_widths(layout: Layout, precision: Precision) -> Widths:
-    """The residual stream stays fp32 under autocast of fp32 parameters."""
-    compute = 2 if precision == "bf16" else 4
-    return Widths(residual=state_widths(layout, precision).parameter, compute=compute)
-
-
-def _local_tokens(layout: Layout, workload: Workload) -> int:
-    return workload.micro_batch_tokens // layout.context_parallel_size
-
-
-def _activation_bytes(
-    sizes: ModelSizes, layout: Layout, workload: Workload, widths: Widths, stage: int
-) -> float:
+def _activation_bytes(candidate: Candidate, stage: int) -> float:
     """Of the micro-batches in flight (1F1B keeps stages - stage of them), and one layer at work.
 
     Source: PipeDream-Flush schedule, Narayanan et al., arXiv:2104.04473, section 2.2.1.
     """
-    architecture, tp = sizes.architecture, layout.tensor_parallel_size
-    tokens = _local_tokens(layout, workload)
-    in_flight = min(workload.num_micro_batches, layout.pipeline_parallel_size - stage)
-    layers = sizes.stage_layers(layout.pipeline_parallel_size)[stage]
-    each = {
-        layer: layer_bytes_per_token(architecture, layer, tp=tp, widths=widths) for layer in layers
-    }
-    at_work = max(
-        gradient_bytes_per_token(architecture, layer, tp=tp, widths=widths) for layer in layers
-    )
-    if workload.recompute == "full":
-        kept = checkpoint_bytes_per_token(architecture, tp=tp, widths=widths) * layers.total()
+    layout, sizes = candidate.layout, candidate.request.sizes
+    hidden, stages = sizes.architecture.hidden_size, layout.pipeline_parallel_size
+    in_flight = min(candidate.num_micro_batches, stages - stage)
+    layers = sizes.stage_layers(stages)[stage]
+    each = {layer: layer_bytes_per_token(candidate, layer) for layer in layers}
+    at_work = max(_gradient_bytes_per_token(candidate, layer) for layer in layers)
+    if candidate.recompute == "full":
+        residual = hidden * candidate.residual_bytes / layout.tensor_parallel_size
+        kept = residual * layers.total()
         at_work += max(each.values())
     else:
         kept = sum(each[layer] * times for layer, times in layers.items())
     ends = 0.0
-    if stage == layout.pipeline_parallel_size - 1:
-        ends = 2 * architecture.hidden_size * (widths.residual + widths.compute)
-    return tokens * (kept * in_flight + at_work + ends)
+    if stage == stages - 1:
+        ends = 2 * hidden * (candidate.residual_bytes + candidate.compute_bytes)
+    return candidate.local_tokens * (kept * in_flight + at_work + ends)
 
 
-def _buffer_bytes(
-    sizes: ModelSizes,
-    layout: Layout,
-    workload: Workload,
-    parameters: RankParameters,
-    widths: StateWidths,
-) -> float:
+def _buffer_bytes(candidate: Candidate, parameters: RankParameters) -> float:
     """What exists beside state and activations while a step runs."""
+    layout, sizes, widths = candidate.layout, candidate.request.sizes, candidate.widths
     if layout.num_ranks == 1:
-        return 2 * parameters.total if workload.precision == "bf16" else 0.0
-    tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
-    block = max(sizes.layer_on_rank(layer, tp=tp, ep=ep).total for layer in sizes.kinds)
+        return 2 * parameters.total if candidate.compute_bytes == 2 else 0.0
     if layout.num_shards == 1:
         return 0.0
+    tp = layout.tensor_parallel_size
+    block = sizes.largest_layer_on_rank(tp=tp, ep=layout.expert_parallel_size)
     reduced = BLOCKS_IN_FLIGHT * block * widths.gradient
     if layout.zero_stage < 3:
         return reduced
-    gathered = max(BLOCKS_IN_FLIGHT * block, block + sizes.ends_on_rank(tp=tp))
+    gathered = max(BLOCKS_IN_FLIGHT * block, block + sizes.largest_end_on_rank(tp=tp))
     return reduced + gathered * widths.parameter
 
 
-def _overhead_bytes(layout: Layout, gpu: GpuConfig) -> int:
-    if gpu.kind == "cpu":
-        return CPU_OVERHEAD_BYTES
-    return ONE_RANK_OVERHEAD_BYTES if layout.num_ranks == 1 else MANY_RANKS_OVERHEAD_BYTES
+def layer_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:
+    """Activations that one layer saves on one rank without recompute."""
+    architecture, tp = candidate.request.sizes.architecture, candidate.layout.tensor_parallel_size
+    hidden, compute = architecture.hidden_size, candidate.compute_bytes
+    residual = 2 * hidden * candidate.residual_bytes / tp
+    if architecture.branch_norm:
+        residual += 2 * hidden * compute / tp
+    saved = 2 * hidden + _attention_elements(architecture, tp)
+    moe = architecture.moe
+    width = _active_width(architecture, layer)
+    saved += GATED_MLP_TENSORS * width / tp
+    if layer.feed_forward == "dense" or moe is None:
+        return residual + compute * saved
+    # Routed layers keep a copy of each token for each of its experts, in and out.
+    saved += moe.num_experts_per_token * 2 * hidden
+    saved += GATED_MLP_TENSORS * (moe.shared_expert_intermediate_size or 0) / tp
+    return residual + compute * saved + 4 * moe.num_experts
+
+
+def _gradient_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:
+    """Gradients alive at once in a layer's backward pass: of the gated product, gate and up."""
+    architecture, tp = candidate.request.sizes.architecture, candidate.layout.tensor_parallel_size
+    width = _active_width(architecture, layer)
+    return candidate.compute_bytes * (3 * width / tp + 2 * architecture.hidden_size)
+
+
+def _active_width(architecture: ArchitectureConfig, layer: LayerSpec) -> int:
+    """Width of the gated product that one token meets, its experts' side by side."""
+    if layer.feed_forward == "dense":
+        assert architecture.mlp is not None, "a dense layer without mlp passed its check"
+        return architecture.mlp.intermediate_size
+    assert architecture.moe is not None, "a routed layer without moe passed its check"
+    return architecture.moe.num_experts_per_token * architecture.moe.expert_intermediate_size
+
+
+def _attention_elements(architecture: ArchitectureConfig, tp: int) -> float:
+    """Queries, keys, values as attention takes them, its output, and latents or unrotated heads."""
+    attention = architecture.attention
+    if isinstance(attention, GroupedQueryAttention):
+        query = attention.num_attention_heads * attention.head_dim / tp
+        keys_values = 2 * max(1.0, attention.num_key_value_heads / tp) * attention.head_dim
+        normed = query + keys_values / 2 if attention.qk_norm != "none" else 0.0
+        return 2 * query + keys_values + normed
+    latents = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
+    query_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    heads = attention.num_attention_heads / tp
+    return 2 * latents + heads * (2 * query_dim + 2 * attention.v_head_dim)

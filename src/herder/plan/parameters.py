@@ -10,30 +10,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from herder.config.architecture import (
     ArchitectureConfig,
     GroupedQueryAttention,
     LatentAttention,
     LayerSpec,
-    MoeConfig,
 )
 from herder.errors import PlanError
 
 Module = Literal[
     "embedding", "attention", "feed_forward", "router", "shared_expert", "experts", "norms", "head"
 ]
-MODULES: tuple[Module, ...] = (
-    "embedding",
-    "attention",
-    "feed_forward",
-    "router",
-    "shared_expert",
-    "experts",
-    "norms",
-    "head",
-)
+MODULES: tuple[Module, ...] = get_args(Module)
 Split = Literal["none", "out", "in", "kv_out"]
 """What tensor parallelism does: keep a copy, split the outputs, split the inputs, or split the
 key-value heads as far as there are any and copy them beyond."""
@@ -59,110 +49,91 @@ class Weight:
     def is_matmul(self) -> bool:
         return self.multiplies and len(self.shape) == 2
 
-    def local_parameters(self, *, tp: int, ep: int, num_key_value_heads: int) -> float:
-        """Parameters of it on one rank; fractional only where a split is uneven."""
+    def local_shape(self, *, tp: int, num_key_value_heads: int) -> tuple[float, ...]:
+        """The shape on one rank; fractional only where a split is uneven."""
         degree = {"none": 1, "kv_out": min(tp, num_key_value_heads)}.get(self.split, tp)
-        return self.num_parameters / degree / (ep if self.copies > 1 else 1)
+        split_dim = 1 if self.split == "in" else 0
+        return tuple(n / degree if dim == split_dim else n for dim, n in enumerate(self.shape))
+
+    def local_parameters(self, *, tp: int, ep: int, num_key_value_heads: int) -> float:
+        """Parameters of it on one rank."""
+        local = prod(self.local_shape(tp=tp, num_key_value_heads=num_key_value_heads))
+        return local * self.copies / (ep if self.copies > 1 else 1)
 
 
 def layer_weights(architecture: ArchitectureConfig, layer: LayerSpec) -> tuple[Weight, ...]:
-    """The weights of one decoder layer."""
+    """The weights of one decoder layer. The bias of a router's choice is a buffer, not counted."""
     if layer.cross_attention or architecture.vision is not None:
         raise PlanError("planning a model with a vision encoder is not supported yet.")
-    hidden = architecture.hidden_size
-    norms = 4 if architecture.branch_norm else 2
-    weights = [Weight("norms", (hidden,)) for _ in range(norms)]
-    attention = architecture.attention
-    if isinstance(attention, GroupedQueryAttention):
-        weights += _grouped_query_weights(attention, hidden)
-    else:
-        weights += _latent_weights(attention, hidden)
+    hidden, moe = architecture.hidden_size, architecture.moe
+    weights = [Weight("norms", (hidden,))] * (4 if architecture.branch_norm else 2)
+    weights += _attention_weights(architecture.attention, hidden)
     if layer.feed_forward == "dense":
-        mlp = architecture.mlp
-        assert mlp is not None, "a dense layer without mlp passed ArchitectureConfig's check"
-        width = mlp.intermediate_size
-        weights += _gated("feed_forward", hidden, width, bias=mlp.bias)
-    else:
-        assert architecture.moe is not None, "a routed layer without moe passed its check"
-        weights += _moe_weights(architecture.moe, hidden)
+        assert architecture.mlp is not None, "a dense layer without mlp passed its check"
+        width = architecture.mlp.intermediate_size
+        return (*weights, *_gated("feed_forward", hidden, width, bias=architecture.mlp.bias))
+    assert moe is not None, "a routed layer without moe passed its check"
+    weights += _linear("router", moe.num_experts, hidden, "none", bias=moe.router_bias)
+    width, copies = moe.expert_intermediate_size, moe.num_experts
+    weights += _gated("experts", hidden, width, bias=moe.expert_bias, copies=copies)
+    if moe.shared_expert_intermediate_size is not None:
+        weights += _gated("shared_expert", hidden, moe.shared_expert_intermediate_size, bias=False)
+    if moe.shared_expert_gate:
+        weights.append(Weight("shared_expert", (1, hidden)))
     return tuple(weights)
 
 
-def _grouped_query_weights(attention: GroupedQueryAttention, hidden: int) -> Iterator[Weight]:
-    query = attention.num_attention_heads * attention.head_dim
-    key = attention.num_key_value_heads * attention.head_dim
-    yield Weight("attention", (query, hidden), "out")
-    yield Weight("attention", (key, hidden), "kv_out")
-    yield Weight("attention", (key, hidden), "kv_out")
-    yield Weight("attention", (hidden, query), "in")
-    if attention.qkv_bias:
-        yield Weight("attention", (query,), "out")
-        yield Weight("attention", (key,), "kv_out")
-        yield Weight("attention", (key,), "kv_out")
-    if attention.output_bias:
-        yield Weight("attention", (hidden,))
+def _linear(
+    module: Module, outputs: int, inputs: int, split: Split, *, bias: bool, copies: int = 1
+) -> Iterator[Weight]:
+    """A matrix and its bias, which is split where the outputs are."""
+    yield Weight(module, (outputs, inputs), split, copies)
+    if bias:
+        yield Weight(module, (outputs,), "none" if split == "in" else split, copies)
+
+
+def _gated(
+    module: Module, hidden: int, width: int, *, bias: bool, copies: int = 1
+) -> Iterator[Weight]:
+    """gate, up and down."""
+    for _ in range(2):
+        yield from _linear(module, width, hidden, "out", bias=bias, copies=copies)
+    yield from _linear(module, hidden, width, "in", bias=bias, copies=copies)
+
+
+def _attention_weights(
+    attention: GroupedQueryAttention | LatentAttention, hidden: int
+) -> Iterator[Weight]:
+    if isinstance(attention, LatentAttention):
+        yield from _latent_weights(attention, hidden)
+        return
+    head_dim = attention.head_dim
+    query, key = attention.num_attention_heads * head_dim, attention.num_key_value_heads * head_dim
+    yield from _linear("attention", query, hidden, "out", bias=attention.qkv_bias)
+    for _ in range(2):
+        yield from _linear("attention", key, hidden, "kv_out", bias=attention.qkv_bias)
+    yield from _linear("attention", hidden, query, "in", bias=attention.output_bias)
     if attention.qk_norm == "head":
-        yield Weight("norms", (attention.head_dim,))
-        yield Weight("norms", (attention.head_dim,))
+        yield from (Weight("norms", (head_dim,)), Weight("norms", (head_dim,)))
     if attention.qk_norm == "projection":
-        yield Weight("norms", (query,), "out")
-        yield Weight("norms", (key,), "kv_out")
+        yield from (Weight("norms", (query,), "out"), Weight("norms", (key,), "kv_out"))
     if attention.sinks:
         yield Weight("attention", (attention.num_attention_heads,), "out")
 
 
 def _latent_weights(attention: LatentAttention, hidden: int) -> Iterator[Weight]:
     """Down projections and latent norms are copied on every tensor-parallel rank."""
-    heads, rope = attention.num_attention_heads, attention.qk_rope_head_dim
-    query = heads * (attention.qk_nope_head_dim + rope)
+    heads, rope, bias = attention.num_attention_heads, attention.qk_rope_head_dim, attention.bias
     rank, latent = attention.q_lora_rank, attention.kv_lora_rank
-    if rank is None:
-        yield Weight("attention", (query, hidden), "out")
-    else:
-        yield Weight("attention", (rank, hidden))
+    if rank is not None:
+        yield from _linear("attention", rank, hidden, "none", bias=bias)
         yield Weight("norms", (rank,))
-        yield Weight("attention", (query, rank), "out")
-    yield Weight("attention", (latent + rope, hidden))
+    yield Weight("attention", (heads * (attention.qk_nope_head_dim + rope), rank or hidden), "out")
+    yield from _linear("attention", latent + rope, hidden, "none", bias=bias)
     yield Weight("norms", (latent,))
     expanded = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     yield Weight("attention", (expanded, latent), "out")
-    yield Weight("attention", (hidden, heads * attention.v_head_dim), "in")
-    if attention.bias:
-        if rank is not None:
-            yield Weight("attention", (rank,))
-        yield Weight("attention", (latent + rope,))
-        yield Weight("attention", (hidden,))
-
-
-def _gated(
-    module: Module, hidden: int, width: int, *, bias: bool, copies: int = 1
-) -> Iterator[Weight]:
-    """gate, up and down, with their biases."""
-    yield Weight(module, (width, hidden), "out", copies)
-    yield Weight(module, (width, hidden), "out", copies)
-    yield Weight(module, (hidden, width), "in", copies)
-    if bias:
-        yield Weight(module, (width,), "out", copies)
-        yield Weight(module, (width,), "out", copies)
-        yield Weight(module, (hidden,), "none", copies)
-
-
-def _moe_weights(moe: MoeConfig, hidden: int) -> Iterator[Weight]:
-    """The bias that corrects the choice is a buffer and not counted, as in transformers."""
-    yield Weight("router", (moe.num_experts, hidden))
-    if moe.router_bias:
-        yield Weight("router", (moe.num_experts,))
-    yield from _gated(
-        "experts",
-        hidden,
-        moe.expert_intermediate_size,
-        bias=moe.expert_bias,
-        copies=moe.num_experts,
-    )
-    if moe.shared_expert_intermediate_size is not None:
-        yield from _gated("shared_expert", hidden, moe.shared_expert_intermediate_size, bias=False)
-    if moe.shared_expert_gate:
-        yield Weight("shared_expert", (1, hidden))
+    yield from _linear("attention", hidden, heads * attention.v_head_dim, "in", bias=bias)
 
 
 def embedding_weights(architecture: ArchitectureConfig) -> tuple[Weight, ...]:
@@ -174,9 +145,8 @@ def embedding_weights(architecture: ArchitectureConfig) -> tuple[Weight, ...]:
 def head_weights(architecture: ArchitectureConfig) -> tuple[Weight, ...]:
     """What stands behind the last layer: the final norm, and the head unless it is tied."""
     norm = Weight("norms", (architecture.hidden_size,))
-    if architecture.tie_embeddings:
-        return (norm,)
-    return (norm, Weight("head", (architecture.vocab_size, architecture.hidden_size), "out"))
+    head = Weight("head", (architecture.vocab_size, architecture.hidden_size), "out")
+    return (norm,) if architecture.tie_embeddings else (norm, head)
 
 
 def all_weights(architecture: ArchitectureConfig) -> Iterator[tuple[Weight, int]]:

@@ -1,40 +1,43 @@
 """Chooses a layout: the simplest that fits, the fastest by simulation, or the one that was given.
 
-Owns the choice and the record of what was refused; what a layout costs is priced by memory and
-step_time.
+Owns the order of the simplest plan, the whole space of the fastest one, the micro-batches that are
+tried, and why a layout is refused; what a layout costs is priced by memory and step_time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from math import inf
 
-from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
-from herder.config.run import ClusterConfig, LayoutConfig
+from herder.config.run import LayoutConfig
 from herder.errors import PlanError
-from herder.plan.candidates import (
-    Fit,
-    Request,
-    all_layouts,
-    fits,
-    layouts_by_simplicity,
-    least_memory,
-    make_layout,
-)
+from herder.plan.candidate import Candidate, Recompute, Request
 from herder.plan.layout import (
     MAX_DATA_PARALLEL_RANKS,
     Layout,
-    growing_clusters,
+    ZeroStage,
+    divisors,
     legal_expert_degrees,
+    legal_tensor_degrees,
     tensor_degree_problem,
-    tensor_degrees_told,
 )
-from herder.plan.memory import STATE_BYTES
-from herder.plan.stages import ModelSizes
+from herder.plan.memory import (
+    MemoryGb,
+    even_share,
+    memory_budget_bytes,
+    state_bytes,
+    training_memory,
+)
 from herder.plan.step_time import simulate_step
-from herder.units import GB
+
+MICRO_BATCH_TARGET_TOKENS = {"gpu": 16_384, "cpu": 2_048}
+"""A micro-batch grows up to this where memory allows: matrix products of this many rows run near
+their peak, and more rows only take memory."""
+MAX_CONTEXT_PARALLEL_SIZE = 64
+MIN_TOKENS_PER_CONTEXT_RANK = 4_096
+"""Context parallelism is for length: with fewer tokens a rank, other axes split the work with less
+communication. Llama 3 gave each rank 8,192 of 131,072, arXiv:2407.21783, table 4."""
 
 
 class Rejected(Record):
@@ -44,143 +47,242 @@ class Rejected(Record):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen, and what was refused on the way."""
-
-    fit: Fit
-    rejected: tuple[Rejected, ...]
+Choice = tuple[Candidate | None, list[Rejected]]
+"""What was chosen, and what was refused on the way."""
 
 
-def choose_simplest(sizes: ModelSizes, cluster: ClusterConfig, request: Request) -> Choice | None:
-    """The first layout in order of simplicity that satisfies memory and the cap."""
-    rejected: list[Rejected] = []
-    for layout in layouts_by_simplicity(sizes, cluster, request.train.sequence_length):
-        fit = next(fits(sizes, layout, cluster, request), None)
-        reason = _refusal(sizes, layout, cluster, request, fit)
-        if fit is not None and reason is None:
-            return Choice(fit, tuple(rejected))
-        rejected.append(Rejected(layout=layout.told(), reason=reason or "no micro-batch divides"))
-    return None
+def layouts_by_simplicity(request: Request) -> Iterator[Layout]:
+    """TP 1, then the largest legal TP; then pipeline stages; at each step EP, and ZeRO 1, 2, 3.
 
-
-def nearest_refusals(sizes: ModelSizes, cluster: ClusterConfig, request: Request) -> list[Rejected]:
-    """The layouts that the order of simplicity refuses, those that need least memory first."""
-    found: list[tuple[float, Rejected]] = []
-    for layout in layouts_by_simplicity(sizes, cluster, request.train.sequence_length):
-        fit = next(fits(sizes, layout, cluster, request), None)
-        reason = _refusal(sizes, layout, cluster, request, fit)
-        least = least_memory(sizes, layout, cluster, request)
-        if reason is not None:
-            needed = least.total if least is not None else inf
-            found.append((needed, Rejected(layout=layout.told(), reason=reason)))
-    return [rejected for _, rejected in sorted(found, key=lambda entry: entry[0])]
-
-
-def _refusal(
-    sizes: ModelSizes,
-    layout: Layout,
-    cluster: ClusterConfig,
-    request: Request,
-    fit: Fit | None,
-) -> str | None:
-    """Why this layout will not do; None when it will."""
-    if fit is None:
-        least = least_memory(sizes, layout, cluster, request)
-        if least is None:
-            return "the tokens of a micro-batch are no multiple of TP and twice CP"
-        return f"needs {least.total:,.1f} GB a device, {least.budget:,.1f} GB may be filled"
-    if layout.num_shards > MAX_DATA_PARALLEL_RANKS:
-        return (
-            f"fits memory ({fit.memory.total:,.1f} GB), but communicates over "
-            f"{layout.num_shards:,} data-parallel ranks; the cap is {MAX_DATA_PARALLEL_RANKS}"
-        )
-    return None
-
-
-def choose_fastest(sizes: ModelSizes, cluster: ClusterConfig, request: Request) -> Choice | None:
-    """The layout, micro-batch and recompute with most simulated tokens a second.
-
-    A layout that needs a larger global batch than was asked for is taken only if none keeps to it.
+    Context parallelism comes last, when none of these fit: only length asks for it.
     """
-    asked = request.train.global_batch_tokens
-    ranked: list[tuple[bool, float, Fit]] = []
-    for fit in _worthwhile(sizes, cluster, request):
-        keeps = asked is None or fit.global_batch_tokens <= asked
-        ranked.append((keeps, tokens_per_second(sizes, cluster, fit), fit))
-    if not ranked:
-        return None
-    ranked.sort(reverse=True, key=lambda entry: entry[:2])
-    _, best, chosen = ranked[0]
-    others: dict[Layout, float] = {}
-    for _, rate, fit in ranked:
-        others.setdefault(fit.layout, rate)
-    slower = [entry for entry in others.items() if entry[0] != chosen.layout][:5]
-    return Choice(
-        chosen,
-        tuple(
-            Rejected(layout=layout.told(), reason=f"simulated {1 - rate / best:.1%} slower")
-            for layout, rate in slower
-        ),
+    largest = legal_tensor_degrees(request.sizes.architecture, request.cluster)[-1]
+    steps = [(1, 1)] + [(largest, pp) for pp in divisors(request.cluster.num_gpus // largest)]
+    for cp in _context_degrees(request):
+        for tp, pp in dict.fromkeys(steps):
+            yield from _layouts(request, tp, pp, cp, zero_stages=(1, 2, 3))
+
+
+def all_layouts(request: Request) -> Iterator[Layout]:
+    """Every legal layout whose data-parallel group is within the cap."""
+    for tp in legal_tensor_degrees(request.sizes.architecture, request.cluster):
+        for pp in divisors(request.cluster.num_gpus // tp):
+            for cp in _context_degrees(request):
+                for layout in _layouts(request, tp, pp, cp, zero_stages=(0, 1, 2, 3)):
+                    if layout.num_shards <= MAX_DATA_PARALLEL_RANKS:
+                        yield layout
+
+
+def _layouts(
+    request: Request, tp: int, pp: int, cp: int, *, zero_stages: Iterable[ZeroStage]
+) -> Iterator[Layout]:
+    architecture = request.sizes.architecture
+    dp, rest = divmod(request.cluster.num_gpus, tp * pp * cp)
+    if rest or pp > architecture.num_layers:
+        return
+    for ep in legal_expert_degrees(architecture, dp):
+        for stage in zero_stages if dp * cp > 1 else (0,):
+            yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
+
+
+def make_layout(*, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage) -> Layout:
+    """A Layout from short names."""
+    return Layout(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        context_parallel_size=cp,
+        expert_parallel_size=ep,
+        zero_stage=zero_stage,
     )
 
 
-def _worthwhile(sizes: ModelSizes, cluster: ClusterConfig, request: Request) -> Iterator[Fit]:
+def _context_degrees(request: Request) -> Iterator[int]:
+    longest = request.train.sequence_length // MIN_TOKENS_PER_CONTEXT_RANK
+    degree = 1
+    while degree == 1 or degree <= min(
+        MAX_CONTEXT_PARALLEL_SIZE, request.cluster.num_gpus, longest
+    ):
+        yield degree
+        degree *= 2
+
+
+def candidates(request: Request, layout: Layout) -> Iterator[Candidate]:
+    """Recompute none before full; of each, micro-batches from the largest to one sequence."""
+    train = request.train
+    choices: tuple[Recompute, ...] = (train.recompute,)
+    if request.chooses_recompute:
+        choices = ("none", "full")
+    sizes = _micro_batch_sizes(request, layout)
+    for recompute in choices:
+        for size in sizes:
+            # A pipeline's default is a micro-batch a stage at least: with fewer, stages only wait.
+            each = train.sequence_length * size * layout.data_parallel_size
+            if train.global_batch_tokens is not None:
+                times = -(-train.global_batch_tokens // each)
+            else:
+                typical = -(-(request.typical_batch_tokens or 1) // each)
+                times = max(layout.pipeline_parallel_size, typical)
+            yield Candidate(request, layout, size, times, recompute)
+
+
+def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
+    """Powers of two up to the target, those first that divide the global batch.
+
+    A micro-batch's tokens are a multiple of TP, and of twice CP, so that every rank gets as many.
+    """
+    train, cp = request.train, layout.context_parallel_size
+    largest = max(1, MICRO_BATCH_TARGET_TOKENS[request.gpu.kind] // train.sequence_length)
+    sizes = [2**power for power in reversed(range(largest.bit_length()))]
+    if train.micro_batch_size is not None:
+        sizes = [train.micro_batch_size]
+    multiple = layout.tensor_parallel_size * (2 * cp if cp > 1 else 1)
+    sizes = [size for size in sizes if size * train.sequence_length % multiple == 0]
+    batch = train.global_batch_tokens or request.typical_batch_tokens
+    if batch is None or train.micro_batch_size is not None:
+        return sizes
+    each = train.sequence_length * layout.data_parallel_size
+    within = [size for size in sizes if size * each <= batch] or sizes[-1:]
+    return sorted(within, key=lambda size: (batch % (size * each) != 0, -size))
+
+
+def fits(request: Request, layout: Layout) -> Iterator[Candidate]:
+    """The ways this layout fits: without recompute before with it, large micro-batches first."""
+    state = state_bytes(even_share(request.sizes, layout), layout, request.state_widths(layout))
+    if state > memory_budget_bytes(request.gpu):
+        return
+    for candidate in candidates(request, layout):
+        memory = training_memory(candidate)
+        if memory.total <= memory.budget:
+            yield candidate
+
+
+def _least_memory(request: Request, layout: Layout) -> MemoryGb | None:
+    """What the last and smallest candidate of this layout takes; None where there is none."""
+    *_, smallest = (None, *candidates(request, layout))
+    return training_memory(smallest) if smallest else None
+
+
+def _judge(request: Request, layout: Layout, *, is_capped: bool) -> Candidate | Rejected:
+    """The first way this layout fits, or why it will not do."""
+    candidate = next(fits(request, layout), None)
+    if candidate is None:
+        least = _least_memory(request, layout)
+        reason = "the tokens of a micro-batch are no multiple of TP and twice CP"
+        if least is not None:
+            reason = f"needs {least.total:,.1f} GB a device, {least.budget:,.1f} GB may be filled"
+    elif is_capped and layout.num_shards > MAX_DATA_PARALLEL_RANKS:
+        reason = (
+            f"fits memory ({training_memory(candidate).total:,.1f} GB), but communicates over "
+            f"{layout.num_shards:,} data-parallel ranks; the cap is {MAX_DATA_PARALLEL_RANKS}"
+        )
+    else:
+        return candidate
+    return Rejected(layout=layout.told(), reason=reason)
+
+
+def _first(request: Request, layouts: Iterable[Layout], *, is_capped: bool) -> Choice:
+    rejected: list[Rejected] = []
+    for layout in layouts:
+        judged = _judge(request, layout, is_capped=is_capped)
+        if isinstance(judged, Candidate):
+            return judged, rejected
+        rejected.append(judged)
+    return None, rejected
+
+
+def choose_simplest(request: Request) -> Choice:
+    """The first layout in order of simplicity that satisfies memory and the cap."""
+    return _first(request, layouts_by_simplicity(request), is_capped=True)
+
+
+def nearest_refusals(request: Request) -> str:
+    """For errors: how many layouts were refused, and the three that need least memory."""
+
+    def needed(layout: Layout) -> float:
+        least = _least_memory(request, layout)
+        return least.total if least else inf
+
+    layouts = sorted(layouts_by_simplicity(request), key=needed)
+    _, nearest = _first(request, layouts[:3], is_capped=True)
+    return f"Nearest of {len(layouts)} layouts:\n{_listed(nearest)}"
+
+
+def _listed(rejected: Iterable[Rejected]) -> str:
+    return "\n".join(f"  {entry.layout}: {entry.reason}" for entry in rejected)
+
+
+def choose_fastest(request: Request) -> Choice:
+    """The layout, micro-batch and recompute with most simulated tokens a second.
+
+    A layout that needs a larger global batch than was asked for is taken only if none keeps to it.
+    The five best of the other layouts are what was refused.
+    """
+    limit = request.train.global_batch_tokens or inf
+    ranked = [
+        (candidate.global_batch_tokens <= limit, tokens_per_second(candidate), candidate)
+        for candidate in _worthwhile(request)
+    ]
+    ranked.sort(reverse=True, key=lambda entry: entry[:2])
+    rates: dict[Layout, float] = {}
+    for _, rate, candidate in ranked:
+        rates.setdefault(candidate.layout, rate)
+    slower = [
+        Rejected(layout=layout.told(), reason=f"simulated {1 - rate / ranked[0][1]:.1%} slower")
+        for layout, rate in list(rates.items())[1:6]
+    ]
+    return ranked[0][2] if ranked else None, slower
+
+
+def _worthwhile(request: Request) -> Iterator[Candidate]:
     """All fits but those that cannot be faster than one before.
 
     Recompute only costs time where a layout does without, and so does a ZeRO stage above the first
     that shards the optimizer and keeps all activations.
     """
     settled: set[Layout] = set()
-    for layout in all_layouts(sizes, cluster, request.train.sequence_length):
+    for layout in all_layouts(request):
         degrees = layout.model_copy(update={"zero_stage": 0})
         if degrees in settled:
             continue
         does_without = False
-        for fit in fits(sizes, layout, cluster, request):
-            if fit.workload.recompute == "full" and does_without:
+        for candidate in fits(request, layout):
+            if candidate.recompute == "full" and does_without:
                 break
-            does_without = does_without or fit.workload.recompute == "none"
-            yield fit
+            does_without = does_without or candidate.recompute == "none"
+            yield candidate
         if does_without and layout.zero_stage >= 1:
             settled.add(degrees)
 
 
-def tokens_per_second(sizes: ModelSizes, cluster: ClusterConfig, fit: Fit) -> float:
+def tokens_per_second(candidate: Candidate) -> float:
     """Simulated training throughput of the whole cluster."""
-    step = simulate_step(sizes, fit.layout, fit.workload, cluster)
-    return fit.global_batch_tokens / step.total
+    return candidate.global_batch_tokens / simulate_step(candidate).total
 
 
-def choose_given(
-    sizes: ModelSizes, cluster: ClusterConfig, request: Request, given: LayoutConfig, model: str
-) -> Choice:
-    """The layout given by hand with the lowest ZeRO stage that fits, unless that is given too."""
-    layouts = list(_given_layouts(sizes, cluster, given, model))
-    rejected: list[Rejected] = []
-    for layout in layouts:
-        fit = next(fits(sizes, layout, cluster, request), None)
-        if fit is not None:
-            return Choice(fit, tuple(rejected))
-        reason = _refusal(sizes, layout, cluster, request, fit)
-        rejected.append(Rejected(layout=layout.told(), reason=reason or ""))
-    told = "\n".join(f"  {entry.layout}: {entry.reason}" for entry in rejected)
-    raise PlanError(
-        f"layout: {model} does not fit with the degrees given:\n{told}\n"
-        "Give more degrees, set train.recompute: full or a smaller train.micro_batch_size, or "
-        "leave layout: auto."
-    )
+def choose_given(request: Request, given: LayoutConfig) -> Choice:
+    """The layout given by hand with the lowest ZeRO stage that fits, unless that is given too.
+
+    Raises PlanError when the degrees are illegal or do not fit.
+    """
+    layouts = _given_layouts(request, given)
+    chosen, rejected = _first(request, layouts, is_capped=False)
+    if chosen is None:
+        raise PlanError(
+            f"layout: {request.model} does not fit with the degrees given:\n{_listed(rejected)}\n"
+            "Give more degrees, set train.recompute: full or a smaller train.micro_batch_size, or "
+            "leave layout: auto."
+        )
+    return chosen, rejected
 
 
-def _given_layouts(
-    sizes: ModelSizes, cluster: ClusterConfig, given: LayoutConfig, model: str
-) -> Iterator[Layout]:
-    architecture, world = sizes.architecture, cluster.num_gpus
+def _given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
+    architecture, cluster, model = request.sizes.architecture, request.cluster, request.model
     tp, pp = given.tensor_parallel_size, given.pipeline_parallel_size
     cp, ep = given.context_parallel_size, given.expert_parallel_size
     problem = tensor_degree_problem(architecture, tp, copies_kv_heads=True)
     if problem is not None:
-        legal = tensor_degrees_told(architecture, cluster)
+        legal = ", ".join(map(str, legal_tensor_degrees(architecture, cluster)))
         raise PlanError(
             f"layout: tensor_parallel_size={tp} {problem} ({model}).\n"
             f"Legal on this cluster: {legal}. Leave layout: auto to have one chosen."
@@ -190,30 +292,20 @@ def _given_layouts(
             f"layout: pipeline_parallel_size={pp} exceeds the {architecture.num_layers} layers of "
             f"{model}. At most one stage a layer is possible."
         )
-    if world % (tp * pp * cp):
+    dp, rest = divmod(cluster.num_gpus, tp * pp * cp)
+    if rest:
         raise PlanError(
             f"layout: tensor_parallel_size x pipeline_parallel_size x context_parallel_size = "
-            f"{tp} x {pp} x {cp} = {tp * pp * cp} does not divide the cluster's {world} devices "
-            f"({cluster.nodes} x {cluster.gpus_per_node})."
+            f"{tp} x {pp} x {cp} = {tp * pp * cp} does not divide the cluster's "
+            f"{cluster.num_gpus} devices ({cluster.nodes} x {cluster.gpus_per_node})."
         )
-    dp = world // (tp * pp * cp)
     legal_experts = legal_expert_degrees(architecture, dp)
     if ep not in legal_experts:
         raise PlanError(
             f"layout: expert_parallel_size={ep} must divide the experts of {model} and its {dp} "
             f"data-parallel ranks. Legal here: {', '.join(map(str, legal_experts))}."
         )
-    stages = (1, 2, 3) if dp * cp > 1 else (0,)
-    for stage in stages if given.zero_stage is None else (given.zero_stage,):
-        yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
-
-
-def smallest_cluster(
-    sizes: ModelSizes, cluster: ClusterConfig, request: Request
-) -> ClusterConfig | None:
-    """The fewest devices of this kind on which a plan exists."""
-    least = STATE_BYTES * sizes.whole.total / (cluster_gpu(cluster).memory_gb * GB)
-    for larger in growing_clusters(cluster, least):
-        if choose_simplest(sizes, larger, request) is not None:
-            return larger
-    return None
+    stages: tuple[ZeroStage, ...] = (1, 2, 3) if dp * cp > 1 else (0,)
+    if given.zero_stage is not None:
+        stages = (given.zero_stage,)
+    return [make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage) for stage in stages]

@@ -1,32 +1,74 @@
 """Seconds of one optimizer step, mechanism by mechanism.
 
 Owns the simulation: matrix products by shape, attention, streamed memory, kernel launches, each
-mesh axis's communication, what hides behind what, the pipeline's bubble, the optimizer. The shares
-of peak come from efficiency.py.
+mesh axis's communication, what hides behind what, the pipeline's bubble, the optimizer; and how
+much of a device's peaks real kernels reach. Each constant prices one mechanism, so that a
+calibration moves one without the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
 from herder.config.architecture import LayerSpec
-from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig, GpuConfig
-from herder.plan import efficiency
-from herder.plan.activations import LOGIT_BYTES, layer_bytes_per_token
+from herder.plan.candidate import Candidate, Precision
 from herder.plan.flops import (
     TRAINING_PASSES,
     attention_flops_per_key,
     key_value_elements,
     mean_keys,
 )
-from herder.plan.layout import Layout, fast_domain_size
-from herder.plan.memory import Workload, activation_widths, state_widths
+from herder.plan.layout import fast_domain_size
+from herder.plan.memory import LOGIT_BYTES, layer_bytes_per_token
 from herder.plan.parameters import Weight
-from herder.plan.stages import ModelSizes
 from herder.units import GB, TFLOP
+
+MATMUL_PEAK_SHARE = {
+    "a100": 0.83,
+    "v100": 0.75,
+    "h100": 0.70,
+    "h200": 0.72,
+    "h800": 0.70,
+    "b200": 0.72,
+    "b300": 0.72,
+    "gb200": 0.72,
+    "gb300": 0.72,
+    "mi300x": 0.55,
+}
+"""Large bf16 products over the dense peak. Hopper and later lower their clock under this load.
+Source: cuBLAS at 8,192 cubed, about 260 of 312 TFLOP/s on A100 and 690 of 989 on H100; MI300X about
+710 of 1,307 (SemiAnalysis, MI300X vs H100 vs H200, December 2024)."""
+OTHER_MATMUL_PEAK_SHARE = 0.70
+CPU_MATMUL_PEAK_SHARE = 0.80
+"""Measured on two cores of an EPYC 9004: 177 to 192 GFLOP/s in fp32, over twice that in bf16."""
+ATTENTION_PEAK_SHARE = 0.50
+"""Fused causal attention over the dense peak, forward and backward together.
+Source: FlashAttention-2, arXiv:2307.08691, figures 4 to 6 (A100: 48 to 63 %)."""
+GROUPED_MATMUL_SHARE = 0.75
+"""Expert products against one product of the same size, at full tiles."""
+MATMUL_TILE = 128
+"""Rows and columns of a product are padded to whole tiles on a GPU."""
+MEMORY_BANDWIDTH_SHARE = 0.80
+"""Of the nominal bandwidth, for kernels that stream."""
+COLLECTIVE_BANDWIDTH_SHARE = 0.75
+"""Bus bandwidth of NCCL over the link's nominal one direction, large messages."""
+OVERLAP_SHARE = 0.80
+"""How much of the computation beside a data-parallel collective can hide it: the two compete for
+memory bandwidth and multiprocessors."""
+MIN_EXPOSED_SHARE = 0.05
+"""Of a hidden collective that shows anyway: the first gather and the last reduction have nothing
+to hide behind."""
+KERNELS_PER_LAYER = 60
+"""Launched for one layer, forward and backward, in eager PyTorch."""
+LAUNCH_SECONDS = 5e-6
+"""Host time of one kernel launch."""
+OPTIMIZER_TRAFFIC_BYTES = 30
+"""AdamW on one parameter: reads gradient, master copy and two moments, writes the latter three and
+the bf16 parameter."""
 
 
 class StepTimeSeconds(Record):
@@ -51,33 +93,6 @@ class StepTimeSeconds(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
-    """A cluster's rates, as a layout meets them."""
-
-    gpu: GpuConfig
-    cluster: ClusterConfig
-    peak_flops: float
-    """Per second and device, at the precision of the matrix products."""
-
-    @property
-    def memory_bytes_per_second(self) -> float:
-        share = efficiency.MEMORY_BANDWIDTH_SHARE
-        return self.gpu.memory_bandwidth_gb_per_second * GB * share
-
-    def collective(self, num_ranks: int, stride: int) -> Group:
-        """The group of `num_ranks` devices that lie `stride` apart."""
-        domain = fast_domain_size(self.cluster)
-        inside = max(1, min(num_ranks, domain // stride))
-        fast = self.gpu.intra_node_bandwidth_gb_per_second
-        slow = min(fast, self.cluster.inter_node_bandwidth_gb_per_second * inside)
-        domains = ceil(num_ranks / inside)
-        hop = self.cluster.intra_node_latency_microseconds * (inside - 1)
-        hop += self.cluster.inter_node_latency_microseconds * (domains - 1)
-        width = (fast if domains == 1 else slow) * GB * efficiency.COLLECTIVE_BANDWIDTH_SHARE
-        return Group(num_ranks, width, hop * 1e-6)
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Devices that communicate together."""
 
@@ -93,235 +108,213 @@ class Group:
         return moved / self.bytes_per_second + calls * self.latency_seconds
 
 
-def hardware(cluster: ClusterConfig, workload: Workload) -> Hardware:
-    """The cluster's device at the workload's precision. Without a fp32 figure, half of bf16."""
-    gpu = cluster_gpu(cluster)
-    tflops = gpu.bf16_tflops
-    if workload.precision == "fp32":
-        tflops = gpu.fp32_tflops or gpu.bf16_tflops / 2
-    return Hardware(gpu, cluster, tflops * TFLOP)
+def collective(cluster: ClusterConfig, gpu: GpuConfig, num_ranks: int, stride: int) -> Group:
+    """The group of `num_ranks` devices that lie `stride` apart."""
+    inside = max(1, min(num_ranks, fast_domain_size(cluster) // stride))
+    domains = ceil(num_ranks / inside)
+    width = gpu.intra_node_bandwidth_gb_per_second
+    if domains > 1:
+        width = min(width, cluster.inter_node_bandwidth_gb_per_second * inside)
+    hops = cluster.intra_node_latency_microseconds * (inside - 1)
+    hops += cluster.inter_node_latency_microseconds * (domains - 1)
+    return Group(num_ranks, width * GB * COLLECTIVE_BANDWIDTH_SHARE, hops * 1e-6)
+
+
+def peak_flops(gpu: GpuConfig, precision: Precision) -> float:
+    """Dense FLOP/s of a device's matrix products. Without a fp32 figure, half of bf16."""
+    fp32_tflops = gpu.fp32_tflops or gpu.bf16_tflops / 2
+    return (fp32_tflops if precision == "fp32" else gpu.bf16_tflops) * TFLOP
+
+
+def simulate_step(candidate: Candidate) -> StepTimeSeconds:
+    """The parts of a step. `total` is their sum."""
+    stages = candidate.request.sizes.distinct_stages(candidate.layout.pipeline_parallel_size)
+    busiest = max((_Stage.priced(candidate, stage) for stage in stages), key=lambda s: s.compute)
+    return busiest.step()
 
 
 @dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    """Forward and backward of one micro-batch on the busiest stage."""
+class _Stage:
+    """Forward and backward of one micro-batch on one stage's rank, in seconds."""
 
+    candidate: Candidate
+    stage: int
     matmul: float
     attention: float
     traffic: float
-    layers: int
+
+    @classmethod
+    def priced(cls, candidate: Candidate, stage: int) -> _Stage:
+        """The stage's own computation."""
+        request, layout = candidate.request, candidate.layout
+        architecture, tp = request.sizes.architecture, layout.tensor_parallel_size
+        tokens, length = candidate.local_tokens, request.train.sequence_length
+        layers = request.sizes.stage_layers(layout.pipeline_parallel_size)[stage]
+        per_key = attention_flops_per_key(architecture) / tp
+        matmul = scores = traffic = 0.0
+        for layer, times in layers.items():
+            matmul += times * _layer_matmul_seconds(candidate, layer)
+            scores += times * per_key * tokens * mean_keys(layer, length)
+            traffic += times * tokens * layer_bytes_per_token(candidate, layer) * 2
+        if stage == layout.pipeline_parallel_size - 1:
+            head = Weight("head", (architecture.vocab_size, architecture.hidden_size), "out")
+            matmul += _matmul_seconds(candidate, head)
+            traffic += tokens * architecture.vocab_size / tp * LOGIT_BYTES
+        peak = peak_flops(request.gpu, request.train.precision)
+        return cls(
+            candidate,
+            stage,
+            matmul=matmul * TRAINING_PASSES,
+            attention=scores * TRAINING_PASSES / (peak * ATTENTION_PEAK_SHARE),
+            traffic=traffic * TRAINING_PASSES / _memory_bytes_per_second(request.gpu),
+        )
 
     @property
     def compute(self) -> float:
         return self.matmul + self.attention + self.traffic
 
+    @property
+    def layers(self) -> Counter[LayerSpec]:
+        pp = self.candidate.layout.pipeline_parallel_size
+        return self.candidate.request.sizes.stage_layers(pp)[self.stage]
 
-def simulate_step(
-    sizes: ModelSizes, layout: Layout, workload: Workload, cluster: ClusterConfig
-) -> StepTimeSeconds:
-    """The parts of a step under this layout. `total` is their sum."""
-    rates = hardware(cluster, workload)
-    stage, batch = _busiest_stage(sizes, layout, workload, rates)
-    times = workload.num_micro_batches
-    tensor = _tensor_parallel(sizes, layout, workload, rates, batch.layers)
-    expert = _expert_parallel(sizes, layout, workload, rates, stage)
-    context = _context_parallel(sizes, layout, workload, rates, batch)
-    recompute = batch.compute / TRAINING_PASSES if workload.recompute == "full" else 0.0
-    each = batch.compute + recompute + tensor + expert + context
-    host = batch.layers * efficiency.KERNELS_PER_LAYER * efficiency.LAUNCH_SECONDS
-    launch = 0.0 if rates.gpu.kind == "cpu" else max(0.0, host - each)
-    pp = layout.pipeline_parallel_size
-    parts = {
-        "matmul": batch.matmul * times,
-        "attention": batch.attention * times,
-        "memory_traffic": batch.traffic * times,
-        "recompute": recompute * times,
-        "launch": launch * times,
-        "tensor_parallel": tensor * times,
-        "context_parallel": context * times,
-        "expert_parallel": expert * times,
-        "pipeline_transfer": _pipeline_transfer(sizes, layout, workload, rates),
-        "pipeline_bubble": (pp - 1) * (each + launch),
-        "data_parallel": _data_parallel(sizes, layout, workload, rates, stage, each),
-        "optimizer": _optimizer(sizes, layout, rates, stage),
-    }
-    return StepTimeSeconds(**parts, total=sum(parts.values()))
+    @property
+    def parameters(self) -> float:
+        """Of one rank."""
+        layout = self.candidate.layout
+        tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
+        sizes, pp = self.candidate.request.sizes, layout.pipeline_parallel_size
+        return sizes.stage_on_rank(pp, self.stage, tp=tp, ep=ep).total
+
+    def group(self, num_ranks: int, stride: int) -> Group:
+        """Ranks of one mesh axis."""
+        request = self.candidate.request
+        return collective(request.cluster, request.gpu, num_ranks, stride)
+
+    @property
+    def residual_bytes(self) -> float:
+        """Of a micro-batch's residual stream as it is communicated, before TP splits it."""
+        hidden = self.candidate.request.sizes.architecture.hidden_size
+        return self.candidate.local_tokens * hidden * self.candidate.compute_bytes
+
+    def step(self) -> StepTimeSeconds:
+        """A whole step in which no stage takes longer than this one."""
+        candidate, gpu = self.candidate, self.candidate.request.gpu
+        recompute = self.compute / TRAINING_PASSES if candidate.recompute == "full" else 0.0
+        of_micro_batch = {
+            "matmul": self.matmul,
+            "attention": self.attention,
+            "memory_traffic": self.traffic,
+            "recompute": recompute,
+            "tensor_parallel": self._tensor_parallel(),
+            "context_parallel": self._context_parallel(),
+            "expert_parallel": self._expert_parallel(),
+        }
+        each = sum(of_micro_batch.values())
+        host = self.layers.total() * KERNELS_PER_LAYER * LAUNCH_SECONDS
+        of_micro_batch["launch"] = 0.0 if gpu.kind == "cpu" else max(0.0, host - each)
+        waiting = candidate.layout.pipeline_parallel_size - 1
+        parts = {
+            **{name: part * candidate.num_micro_batches for name, part in of_micro_batch.items()},
+            "pipeline_transfer": self._pipeline_transfer(),
+            "pipeline_bubble": waiting * sum(of_micro_batch.values()),
+            "data_parallel": self._data_parallel(each),
+            "optimizer": self._optimizer(),
+        }
+        return StepTimeSeconds(**parts, total=sum(parts.values()))
+
+    def _tensor_parallel(self) -> float:
+        """Two gathers and two reduce-scatters a layer in each pass, none of them hidden.
+
+        Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
+        """
+        passes = 3 if self.candidate.recompute == "full" else 2
+        calls = 4 * passes * self.layers.total()
+        group = self.group(self.candidate.layout.tensor_parallel_size, 1)
+        return group.seconds(self.residual_bytes * calls, calls)
+
+    def _context_parallel(self) -> float:
+        """Keys and values pass around a ring behind attention. Source: arXiv:2310.01889."""
+        layout, architecture = self.candidate.layout, self.candidate.request.sizes.architecture
+        tp, layers = layout.tensor_parallel_size, self.layers.total()
+        elements = key_value_elements(architecture, tensor_parallel_size=tp)
+        ring = self.candidate.micro_batch_tokens * elements * 2 * layers
+        group = self.group(layout.context_parallel_size, tp)
+        return max(0.0, group.seconds(ring * 3, 3 * layers) - self.attention)
+
+    def _expert_parallel(self) -> float:
+        """Dispatch and combine, forward and backward: all-to-all of k copies of each token."""
+        layout, moe = self.candidate.layout, self.candidate.request.sizes.architecture.moe
+        if moe is None or layout.expert_parallel_size == 1:
+            return 0.0
+        routed = sum(n for layer, n in self.layers.items() if layer.feed_forward == "routed")
+        tp = layout.tensor_parallel_size
+        group = self.group(layout.expert_parallel_size, tp * layout.context_parallel_size)
+        copies = self.residual_bytes / tp * moe.num_experts_per_token
+        return group.seconds(4 * routed * copies, 4 * routed)
+
+    def _pipeline_transfer(self) -> float:
+        """Filling and draining: one activation and one gradient between neighbouring stages."""
+        layout = self.candidate.layout
+        link = self.group(2, layout.num_ranks // layout.pipeline_parallel_size)
+        each = self.residual_bytes / layout.tensor_parallel_size
+        seconds = each / link.bytes_per_second + link.latency_seconds
+        return 2 * (layout.pipeline_parallel_size - 1) * seconds
+
+    def _data_parallel(self, micro_batch_seconds: float) -> float:
+        """Stages 0 to 2 gather and reduce once a step, 3 gathers twice a micro-batch and reduces.
+
+        Source: ZeRO, arXiv:1910.02054, section 7 (volumes).
+        """
+        layout, widths = self.candidate.layout, self.candidate.widths
+        if layout.num_shards == 1:
+            return 0.0
+        group = self.group(layout.num_shards, layout.tensor_parallel_size)
+        blocks = self.layers.total() + 1
+        reduce = group.seconds(self.parameters * widths.gradient, blocks)
+        gather = group.seconds(self.parameters * widths.parameter, blocks)
+        sharded = layout.zero_stage == 3
+        rounds = self.candidate.num_micro_batches if sharded else 1
+        communication = rounds * (reduce + (2 * gather if sharded else gather))
+        hidden = rounds * micro_batch_seconds * OVERLAP_SHARE
+        return max(communication - hidden, MIN_EXPOSED_SHARE * communication)
+
+    def _optimizer(self) -> float:
+        layout = self.candidate.layout
+        shards = layout.num_shards if layout.zero_stage > 0 else 1
+        traffic = self.parameters / shards * OPTIMIZER_TRAFFIC_BYTES
+        return traffic / _memory_bytes_per_second(self.candidate.request.gpu)
 
 
-def _busiest_stage(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware
-) -> tuple[int, _MicroBatch]:
-    stages = sizes.distinct_stages(layout.pipeline_parallel_size)
-    priced = [(s, _stage_compute(sizes, layout, workload, rates, s)) for s in stages]
-    return max(priced, key=lambda entry: entry[1].compute)
+def _memory_bytes_per_second(gpu: GpuConfig) -> float:
+    return gpu.memory_bandwidth_gb_per_second * GB * MEMORY_BANDWIDTH_SHARE
 
 
-def _stage_compute(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware, stage: int
-) -> _MicroBatch:
-    architecture, tp = sizes.architecture, layout.tensor_parallel_size
-    tokens = workload.micro_batch_tokens / layout.context_parallel_size
-    layers = sizes.stage_layers(layout.pipeline_parallel_size)[stage]
-    per_key = attention_flops_per_key(architecture) / tp
-    widths = activation_widths(layout, workload.precision)
-    matmul = scores = traffic = 0.0
-    for layer, times in layers.items():
-        matmul += times * _layer_matmul_seconds(sizes, layout, rates, layer, tokens, widths.compute)
-        scores += times * per_key * tokens * mean_keys(layer, workload.sequence_length, "causal")
-        saved = layer_bytes_per_token(architecture, layer, tp=tp, widths=widths)
-        traffic += times * tokens * saved * 2
-    if stage == layout.pipeline_parallel_size - 1:
-        head = Weight("head", (architecture.vocab_size, architecture.hidden_size), "out")
-        matmul += _matmul_seconds(sizes, layout, rates, head, tokens, widths.compute)
-        traffic += tokens * architecture.vocab_size / tp * LOGIT_BYTES
-    attention_rate = rates.peak_flops * efficiency.ATTENTION_PEAK_SHARE
-    return _MicroBatch(
-        matmul=matmul * TRAINING_PASSES,
-        attention=scores * TRAINING_PASSES / attention_rate,
-        traffic=traffic * TRAINING_PASSES / rates.memory_bytes_per_second,
-        layers=layers.total(),
-    )
+def _layer_matmul_seconds(candidate: Candidate, layer: LayerSpec) -> float:
+    """Forward products of one layer."""
+    weights = candidate.request.sizes.kinds[layer]
+    return sum(_matmul_seconds(candidate, weight) for weight in weights)
 
 
-def _layer_matmul_seconds(
-    sizes: ModelSizes,
-    layout: Layout,
-    rates: Hardware,
-    layer: LayerSpec,
-    tokens: float,
-    element_bytes: int,
-) -> float:
-    """Forward products of one layer, priced once for all layouts that split it alike."""
-    split = (layout.tensor_parallel_size, layout.expert_parallel_size)
-    key = (layer, *split, tokens, element_bytes, rates.gpu.name, rates.peak_flops)
-    if key not in sizes.layer_seconds:
-        sizes.layer_seconds[key] = sum(
-            _matmul_seconds(sizes, layout, rates, weight, tokens, element_bytes)
-            for weight in sizes.kinds[layer]
-        )
-    return sizes.layer_seconds[key]
-
-
-def _matmul_seconds(
-    sizes: ModelSizes,
-    layout: Layout,
-    rates: Hardware,
-    weight: Weight,
-    tokens: float,
-    element_bytes: int,
-) -> float:
+def _matmul_seconds(candidate: Candidate, weight: Weight) -> float:
     """One forward product: padded FLOPs at the reachable rate, or its bytes if that is longer."""
     if not weight.is_matmul:
         return 0.0
-    rows, share = tokens, efficiency.matmul_peak_share(rates.gpu)
-    products, (outputs, inputs) = 1.0, map(float, weight.shape)
-    tp = layout.tensor_parallel_size
-    if weight.split == "in":
-        inputs /= tp
-    elif weight.split != "none":
-        outputs /= min(tp, sizes.num_key_value_heads) if weight.split == "kv_out" else tp
+    request, layout, rows = candidate.request, candidate.layout, float(candidate.local_tokens)
+    gpu, sizes, products, tile = request.gpu, request.sizes, 1.0, MATMUL_TILE
+    share = MATMUL_PEAK_SHARE.get(gpu.name.partition("-")[0], OTHER_MATMUL_PEAK_SHARE)
+    if gpu.kind == "cpu":
+        share, tile = CPU_MATMUL_PEAK_SHARE, 1
+    outputs, inputs = weight.local_shape(
+        tp=layout.tensor_parallel_size, num_key_value_heads=sizes.num_key_value_heads
+    )
     if weight.copies > 1:
         moe = sizes.architecture.moe
         assert moe is not None, "expert weights without moe"
         products = weight.copies / layout.expert_parallel_size
-        rows = tokens * moe.num_experts_per_token / products
-        share *= efficiency.GROUPED_MATMUL_SHARE
-    tile = 1 if rates.gpu.kind == "cpu" else efficiency.MATMUL_TILE
+        rows = rows * moe.num_experts_per_token / products
+        share *= GROUPED_MATMUL_SHARE
     padded = ceil(rows / tile) * tile * ceil(outputs / tile) * tile * inputs
-    moved = element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
-    compute = 2 * padded / (rates.peak_flops * share)
-    return products * max(compute, moved / rates.memory_bytes_per_second)
-
-
-def _residual_bytes(sizes: ModelSizes, layout: Layout, workload: Workload) -> float:
-    tokens = workload.micro_batch_tokens / layout.context_parallel_size
-    compute = activation_widths(layout, workload.precision).compute
-    return tokens * sizes.architecture.hidden_size * compute
-
-
-def _tensor_parallel(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware, layers: int
-) -> float:
-    """Two gathers and two reduce-scatters a layer in each pass, none of them hidden.
-
-    Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
-    """
-    group = rates.collective(layout.tensor_parallel_size, 1)
-    passes = 3 if workload.recompute == "full" else 2
-    calls = 4 * passes * layers
-    return group.seconds(_residual_bytes(sizes, layout, workload) * calls, calls)
-
-
-def _context_parallel(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware, batch: _MicroBatch
-) -> float:
-    """Keys and values pass around a ring behind attention. Source: arXiv:2310.01889, section 3."""
-    cp = layout.context_parallel_size
-    tp = layout.tensor_parallel_size
-    group = rates.collective(cp, tp)
-    elements = key_value_elements(sizes.architecture, tensor_parallel_size=tp)
-    ring = workload.micro_batch_tokens * elements * 2 * batch.layers
-    return max(0.0, group.seconds(ring * 3, 3 * batch.layers) - batch.attention)
-
-
-def _expert_parallel(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware, stage: int
-) -> float:
-    """Dispatch and combine, forward and backward: all-to-all of k copies of each token."""
-    moe = sizes.architecture.moe
-    if moe is None or layout.expert_parallel_size == 1:
-        return 0.0
-    layers = sizes.stage_layers(layout.pipeline_parallel_size)[stage]
-    routed = sum(n for layer, n in layers.items() if layer.feed_forward == "routed")
-    stride = layout.tensor_parallel_size * layout.context_parallel_size
-    group = rates.collective(layout.expert_parallel_size, stride)
-    copies = _residual_bytes(sizes, layout, workload) * moe.num_experts_per_token
-    calls = 4 * routed
-    return group.seconds(copies / layout.tensor_parallel_size * calls, calls)
-
-
-def _pipeline_transfer(
-    sizes: ModelSizes, layout: Layout, workload: Workload, rates: Hardware
-) -> float:
-    """Filling and draining: one activation and one gradient between neighbouring stages."""
-    hops = layout.pipeline_parallel_size - 1
-    stride = layout.num_ranks // layout.pipeline_parallel_size
-    link = rates.collective(2, stride)
-    each = _residual_bytes(sizes, layout, workload) / layout.tensor_parallel_size
-    return 2 * hops * (each / link.bytes_per_second + link.latency_seconds)
-
-
-def _data_parallel(
-    sizes: ModelSizes,
-    layout: Layout,
-    workload: Workload,
-    rates: Hardware,
-    stage: int,
-    micro_batch_seconds: float,
-) -> float:
-    """Stages 0 to 2 gather and reduce once a step, stage 3 gathers twice a micro-batch and reduces.
-
-    Source: ZeRO, arXiv:1910.02054, section 7 (volumes).
-    """
-    if layout.num_shards == 1:
-        return 0.0
-    widths = state_widths(layout, workload.precision)
-    tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
-    parameters = sizes.stage_on_rank(layout.pipeline_parallel_size, stage, tp=tp, ep=ep)
-    blocks = sizes.layers_per_stage(layout.pipeline_parallel_size)[stage] + 1
-    group = rates.collective(layout.num_shards, tp)
-    reduce = group.seconds(parameters.total * widths.gradient, blocks)
-    gather = group.seconds(parameters.total * widths.parameter, blocks)
-    sharded = layout.zero_stage == 3
-    rounds = workload.num_micro_batches if sharded else 1
-    communication = rounds * (reduce + (2 * gather if sharded else gather))
-    hidden = rounds * micro_batch_seconds * efficiency.OVERLAP_SHARE
-    return max(communication - hidden, efficiency.MIN_EXPOSED_SHARE * communication)
-
-
-def _optimizer(sizes: ModelSizes, layout: Layout, rates: Hardware, stage: int) -> float:
-    tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
-    parameters = sizes.stage_on_rank(layout.pipeline_parallel_size, stage, tp=tp, ep=ep).total
-    shards = layout.num_shards if layout.zero_stage > 0 else 1
-    traffic = parameters / shards * efficiency.OPTIMIZER_TRAFFIC_BYTES
-    return traffic / rates.memory_bytes_per_second
+    moved = candidate.compute_bytes * (rows * inputs + inputs * outputs + rows * outputs)
+    compute = 2 * padded / (peak_flops(gpu, request.train.precision) * share)
+    return products * max(compute, moved / _memory_bytes_per_second(gpu))

@@ -13,10 +13,10 @@ from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
 from herder.errors import PlanError
-from herder.plan.candidates import Fit, Request
+from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
-from herder.plan.layout import Layout, cluster_flags
-from herder.plan.memory import FULL, MemoryGb, Precision, Recompute, state_widths
+from herder.plan.layout import Layout, smallest_cluster
+from herder.plan.memory import MemoryGb, training_memory
 from herder.plan.parameters import active_parameter_count, parameters_by_module
 from herder.plan.reliability import Reliability, plan_reliability
 from herder.plan.search import (
@@ -26,17 +26,19 @@ from herder.plan.search import (
     choose_given,
     choose_simplest,
     nearest_refusals,
-    smallest_cluster,
     tokens_per_second,
 )
 from herder.plan.stages import ModelSizes
-from herder.plan.step_time import StepTimeSeconds, hardware, simulate_step
+from herder.plan.step_time import StepTimeSeconds, peak_flops, simulate_step
+from herder.units import GB
 
 Objective = Literal["simplest", "fastest"]
 DEFAULT_SEQUENCE_LENGTH = 8_192
 """Or the model's window if that is shorter."""
 TYPICAL_GLOBAL_BATCH_TOKENS = 2**22
 """Llama 2's global batch, arXiv:2307.09288, section 2.2; Llama 3 started at it too."""
+STATE_BYTES = 16
+"""Of one parameter, before anything is shared out."""
 FLOPS_CONVENTION = "model FLOPs, 2 a multiply-accumulate, causal attention, recompute not counted"
 
 
@@ -111,27 +113,35 @@ def plan_training(
     Raises PlanError when a given layout is illegal or nothing fits, then with the smallest cluster
     that would do.
     """
-    adjustments: list[str] = []
-    train = _within_window(train, architecture, model, adjustments)
-    request = Request(train, typical_batch_tokens, chooses_recompute)
     sizes = ModelSizes(architecture)
-    if layout != "auto":
+    request = Request(sizes, cluster, train, model, typical_batch_tokens, chooses_recompute)
+    adjustments: list[str] = []
+    window = architecture.max_position_embeddings
+    if train.sequence_length > window:
+        adjustments.append(
+            f"sequence_length {train.sequence_length:,} is beyond the {window:,} positions that "
+            f"{model} was made for; its position encoding extrapolates."
+        )
+    if layout == "auto":
+        chosen, rejected = choose_simplest(request)
         if objective == "fastest":
-            raise PlanError("objective fastest chooses the layout, but one is given: layout: auto.")
-        choice: Choice | None = choose_given(sizes, cluster, request, layout, model)
+            chosen, rejected = _faster(request, chosen, adjustments)
+    elif objective == "fastest":
+        raise PlanError("objective fastest chooses the layout, but one is given: layout: auto.")
     else:
-        choice = choose_simplest(sizes, cluster, request)
-        if objective == "fastest":
-            choice = _faster(sizes, cluster, request, choice, adjustments)
-    if choice is None:
-        raise PlanError(_nothing_fits(sizes, cluster, request, model))
-    adjustments += _told_batch(train, choice.fit)
+        chosen, rejected = choose_given(request, layout)
+    if chosen is None:
+        raise PlanError(_nothing_fits(request))
+    asked, planned = train.global_batch_tokens, chosen.global_batch_tokens
+    if asked is not None and asked != planned:
+        adjustments.append(
+            f"global_batch_tokens {asked:,} -> {planned:,}: whole micro-batches of "
+            f"{chosen.micro_batch_tokens:,} tokens on {chosen.layout.data_parallel_size} ranks."
+        )
     return _assembled(
-        sizes,
-        cluster,
-        choice,
-        model=model,
+        chosen,
         objective=objective if layout == "auto" else "given",
+        rejected=tuple(rejected),
         adjustments=tuple(adjustments),
     )
 
@@ -159,134 +169,97 @@ def plan_model_training(
     )
 
 
-def _within_window(
-    train: TrainConfig, architecture: ArchitectureConfig, model: str, adjustments: list[str]
-) -> TrainConfig:
-    window = architecture.max_position_embeddings
-    if train.sequence_length > window:
-        adjustments.append(
-            f"sequence_length {train.sequence_length:,} is beyond the {window:,} positions that "
-            f"{model} was made for; its position encoding extrapolates."
-        )
-    return train
-
-
-def _told_batch(train: TrainConfig, fit: Fit) -> list[str]:
-    """Tells when whole micro-batches make the global batch larger than asked for."""
-    asked = train.global_batch_tokens
-    if asked is None or asked == fit.global_batch_tokens:
-        return []
-    return [
-        f"global_batch_tokens {asked:,} -> {fit.global_batch_tokens:,}: whole micro-batches of "
-        f"{fit.workload.micro_batch_tokens:,} tokens on {fit.layout.data_parallel_size} ranks."
-    ]
-
-
-def _faster(
-    sizes: ModelSizes,
-    cluster: ClusterConfig,
-    request: Request,
-    simplest: Choice | None,
-    adjustments: list[str],
-) -> Choice | None:
+def _faster(request: Request, simplest: Candidate | None, adjustments: list[str]) -> Choice:
     """The fastest choice at the simplest plan's global batch, and what it buys over that plan."""
     if simplest is None:
-        return choose_fastest(sizes, cluster, request)
-    batch = request.train.global_batch_tokens or simplest.fit.global_batch_tokens
+        return choose_fastest(request)
+    batch = request.train.global_batch_tokens or simplest.global_batch_tokens
     train = request.train.model_copy(update={"global_batch_tokens": batch})
-    fastest = choose_fastest(sizes, cluster, replace(request, train=train)) or simplest
-    rates = [tokens_per_second(sizes, cluster, choice.fit) for choice in (fastest, simplest)]
+    fastest, slower = choose_fastest(replace(request, train=train))
+    fastest = fastest or simplest
+    gain = tokens_per_second(fastest) / tokens_per_second(simplest)
     adjustments.append(
-        f"objective fastest: simulated {rates[0] / rates[1]:.2f} x the throughput of the simplest "
-        f"plan, {simplest.fit.layout.told()}."
+        f"objective fastest: simulated {gain:.2f} x the throughput of the simplest plan, "
+        f"{simplest.layout.told()}."
     )
-    return fastest
+    return fastest, slower
 
 
-def _nothing_fits(sizes: ModelSizes, cluster: ClusterConfig, request: Request, model: str) -> str:
-    device = cluster_gpu(cluster).name
-    refused = nearest_refusals(sizes, cluster, request)
-    told = "\n".join(f"  {entry.layout}: {entry.reason}" for entry in refused[:3])
-    head = (
-        f"{model} does not fit {cluster.nodes} x {cluster.gpus_per_node} {device} in sequences of "
-        f"{request.train.sequence_length:,} tokens. Nearest of {len(refused)} layouts:\n{told}\n"
+def _nothing_fits(request: Request) -> str:
+    cluster, device = request.cluster, request.gpu.name
+    told = (
+        f"{request.model} does not fit {cluster.nodes} x {cluster.gpus_per_node} {device} in "
+        f"sequences of {request.train.sequence_length:,} tokens. {nearest_refusals(request)}\n"
     )
     if not request.chooses_recompute and request.train.recompute == "none":
-        head += "Recompute takes less memory: --set train.recompute=full. "
-    larger = smallest_cluster(sizes, cluster, request)
-    if larger is None:
-        return (
-            head + f"No cluster of {device} was found that would do; try devices with more memory."
-        )
-    return head + (f"Smallest cluster that would do: {cluster_flags(larger)}.")
+        told += "Recompute takes less memory: --set train.recompute=full. "
+    larger = smallest_cluster(
+        cluster,
+        STATE_BYTES * request.sizes.whole.total / (request.gpu.memory_gb * GB),
+        lambda tried: choose_simplest(replace(request, cluster=tried))[0] is not None,
+    )
+    nothing = f"No cluster of {device} was found that would do; try devices with more memory."
+    return told + (larger or nothing)
 
 
 def _assembled(
-    sizes: ModelSizes,
-    cluster: ClusterConfig,
-    choice: Choice,
+    chosen: Candidate,
     *,
-    model: str,
     objective: Literal["simplest", "fastest", "given"],
+    rejected: tuple[Rejected, ...],
     adjustments: tuple[str, ...],
 ) -> TrainingPlan:
-    architecture, layout, workload = sizes.architecture, choice.fit.layout, choice.fit.workload
-    modules = _modules(architecture, choice.fit)
-    flops = sum(share.training_flops_per_token for share in modules)
-    step = simulate_step(sizes, layout, workload, cluster)
-    batch = choice.fit.global_batch_tokens
-    rates = hardware(cluster, workload)
+    request, layout = chosen.request, chosen.layout
+    cluster, train, sizes = request.cluster, request.train, request.sizes
+    memory, step = training_memory(chosen), simulate_step(chosen)
+    modules = _modules(chosen, memory.state)
     parameters = sum(share.parameters for share in modules)
-    stages = layout.pipeline_parallel_size
+    flops = sum(share.training_flops_per_token for share in modules)
+    stored: Precision = "fp32" if chosen.widths == FULL else "bf16"
+    peak = peak_flops(request.gpu, train.precision)
+    rate = chosen.global_batch_tokens / step.total
     return TrainingPlan(
-        model=model,
+        model=request.model,
         objective=objective,
         parameters=parameters,
-        active_parameters=active_parameter_count(architecture),
-        cluster=cluster.model_copy(update={"gpu": rates.gpu}),
+        active_parameters=active_parameter_count(sizes.architecture),
+        cluster=cluster.model_copy(update={"gpu": request.gpu}),
         layout=layout,
         mesh_axes=layout.mesh_axes,
-        layers_per_stage=sizes.layers_per_stage(stages),
-        pipeline_schedule="1f1b" if stages > 1 else "none",
-        precision=_precision(layout, workload.precision),
-        recompute=workload.recompute,
-        sequence_length=workload.sequence_length,
-        micro_batch_size=workload.micro_batch_size,
-        micro_batch_tokens=workload.micro_batch_tokens,
-        num_micro_batches=workload.num_micro_batches,
-        global_batch_tokens=batch,
-        memory_gb=choice.fit.memory,
+        layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size),
+        pipeline_schedule="1f1b" if layout.pipeline_parallel_size > 1 else "none",
+        precision=PrecisionPlan(compute=train.precision, parameters=stored, gradients=stored),
+        recompute=chosen.recompute,
+        sequence_length=train.sequence_length,
+        micro_batch_size=chosen.micro_batch_size,
+        micro_batch_tokens=chosen.micro_batch_tokens,
+        num_micro_batches=chosen.num_micro_batches,
+        global_batch_tokens=chosen.global_batch_tokens,
+        memory_gb=memory,
         step_time_seconds=step,
-        tokens_per_second=batch / step.total,
+        tokens_per_second=rate,
         flops_convention=FLOPS_CONVENTION,
         flops_per_token=flops,
-        peak_tflops_per_gpu=rates.peak_flops / 1e12,
-        model_flops_utilization=flops * batch / (step.total * rates.peak_flops * layout.num_ranks),
+        peak_tflops_per_gpu=peak / 1e12,
+        model_flops_utilization=flops * rate / (peak * layout.num_ranks),
         reliability=plan_reliability(parameters, cluster, step_seconds=step.total),
         modules=modules,
-        rejected=choice.rejected,
+        rejected=rejected,
         adjustments=adjustments,
     )
 
 
-def _precision(layout: Layout, compute: Precision) -> PrecisionPlan:
-    widths = state_widths(layout, compute)
-    stored: Precision = "fp32" if widths == FULL else "bf16"
-    return PrecisionPlan(compute=compute, parameters=stored, gradients=stored)
-
-
-def _modules(architecture: ArchitectureConfig, fit: Fit) -> tuple[ModuleShare, ...]:
+def _modules(chosen: Candidate, state_gb: float) -> tuple[ModuleShare, ...]:
+    architecture, length = chosen.request.sizes.architecture, chosen.request.train.sequence_length
     parameters: dict[str, int] = {**parameters_by_module(architecture)}
-    flops: dict[str, float] = {
-        **forward_flops_by_module(architecture, sequence_length=fit.workload.sequence_length)
-    }
-    bytes_each = fit.memory.state / sum(parameters.values())
+    flops: dict[str, float] = {**forward_flops_by_module(architecture, sequence_length=length)}
+    each_gb = state_gb / sum(parameters.values())
     return tuple(
         ModuleShare(
             module=name,
             parameters=parameters.get(name, 0),
             training_flops_per_token=TRAINING_PASSES * flops.get(name, 0.0),
-            state_gb=bytes_each * parameters.get(name, 0),
+            state_gb=each_gb * parameters.get(name, 0),
         )
         for name in dict.fromkeys([*parameters, *flops])
     )

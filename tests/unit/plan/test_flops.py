@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,6 @@ from herder.plan.flops import (
     flops_per_token,
     forward_flops_by_module,
     kv_bytes_per_sequence,
-    kv_bytes_per_token,
     mean_keys,
 )
 
@@ -41,12 +41,7 @@ def keys_seen(layer: LayerSpec, length: int) -> float:
     ids=str,
 )
 def test_causal_keys_are_those_that_a_mask_lets_through(layer: LayerSpec) -> None:
-    assert mean_keys(layer, 32, "causal") == pytest.approx(keys_seen(layer, 32))
-
-
-def test_full_attention_counts_every_pair() -> None:
-    assert mean_keys(LayerSpec(), 32, "full") == 32
-    assert mean_keys(LayerSpec(attention="sliding", window=5), 32, "full") == 5
+    assert mean_keys(layer, 32) == pytest.approx(keys_seen(layer, 32))
 
 
 def test_matrix_products_cost_two_flops_a_parameter(published: Published) -> None:
@@ -99,14 +94,22 @@ def test_latent_attention_scores_with_nope_and_rope_and_sums_values(published: P
 def test_cache_bytes_a_token(
     name: str, tp: int, width: int, expected: int, published: Published
 ) -> None:
-    found = kv_bytes_per_token(published(name), bytes_per_element=width, tensor_parallel_size=tp)
+    architecture = published(name)
+    found = kv_bytes_per_sequence(
+        architecture,
+        layers=Counter(architecture.layers),
+        num_tokens=1,
+        bytes_per_element=width,
+        tensor_parallel_size=tp,
+    )
     assert found == expected
 
 
 def test_a_sliding_window_caps_what_a_sequence_keeps(published: Published) -> None:
     mistral = published("mistral-7b-v0.1")
+    layers = Counter(mistral.layers)
     short, window, long = (
-        kv_bytes_per_sequence(mistral, num_tokens=n, bytes_per_element=2)
+        kv_bytes_per_sequence(mistral, layers=layers, num_tokens=n, bytes_per_element=2)
         for n in (2048, 4096, 32_768)
     )
     assert 2 * short == window == long

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
-from herder.config.run import ClusterConfig
-from herder.plan.candidates import all_layouts, layouts_by_simplicity, make_layout
+from herder.config.run import ClusterConfig, TrainConfig
+from herder.plan.candidate import Request
 from herder.plan.layout import (
     MAX_DATA_PARALLEL_RANKS,
     divisors,
@@ -15,9 +15,14 @@ from herder.plan.layout import (
     legal_expert_degrees,
     legal_tensor_degrees,
 )
+from herder.plan.search import all_layouts, layouts_by_simplicity, make_layout
 from herder.plan.stages import ModelSizes
 
 Published = Callable[[str], ArchitectureConfig]
+
+
+def request(architecture: ArchitectureConfig, cluster: ClusterConfig, length: int) -> Request:
+    return Request(ModelSizes(architecture), cluster, TrainConfig(sequence_length=length))
 
 
 @pytest.mark.parametrize(
@@ -71,28 +76,31 @@ def test_divisors_come_in_order() -> None:
 
 def test_simplicity_is_tp_1_then_the_largest_then_stages(published: Published) -> None:
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
-    layouts = layouts_by_simplicity(ModelSizes(published("llama-3-8b")), cluster, 4096)
+    layouts = layouts_by_simplicity(request(published("llama-3-8b"), cluster, 4096))
     degrees = [(x.tensor_parallel_size, x.pipeline_parallel_size) for x in layouts]
     assert list(dict.fromkeys(degrees)) == [(1, 1), (8, 1), (8, 2), (8, 4)]
 
 
 def test_zero_stages_rise_at_each_step(published: Published) -> None:
     cluster = ClusterConfig(nodes=1, gpus_per_node=8)
-    layouts = list(layouts_by_simplicity(ModelSizes(published("llama-3-8b")), cluster, 4096))
+    layouts = list(layouts_by_simplicity(request(published("llama-3-8b"), cluster, 4096)))
     assert [x.zero_stage for x in layouts] == [1, 2, 3, 0]
 
 
 def test_context_parallelism_is_for_long_sequences_only(published: Published) -> None:
     cluster = ClusterConfig(nodes=1, gpus_per_node=8)
-    sizes = ModelSizes(published("llama-3-8b"))
+    llama = published("llama-3-8b")
     for length, largest in ((4096, 1), (8192, 2), (131_072, 8)):
-        degrees = {x.context_parallel_size for x in layouts_by_simplicity(sizes, cluster, length)}
+        degrees = {
+            layout.context_parallel_size
+            for layout in layouts_by_simplicity(request(llama, cluster, length))
+        }
         assert max(degrees) == largest
 
 
 def test_every_layout_fills_the_cluster_within_the_cap(published: Published) -> None:
     cluster = ClusterConfig(nodes=256, gpus_per_node=8)
-    layouts = list(all_layouts(ModelSizes(published("qwen3-30b-a3b")), cluster, 8192))
+    layouts = list(all_layouts(request(published("qwen3-30b-a3b"), cluster, 8192)))
     assert len(layouts) == len(set(layouts)) > 100
     assert {x.num_ranks for x in layouts} == {2048}
     assert max(x.num_shards for x in layouts) <= MAX_DATA_PARALLEL_RANKS

@@ -1,36 +1,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
-from herder.config.catalog import gpu
-from herder.plan.candidates import make_layout
+from herder.config.run import ClusterConfig, TrainConfig
+from herder.plan.candidate import FULL, MIXED, Candidate, Request
 from herder.plan.layout import Layout
-from herder.plan.memory import FULL, MIXED, MemoryGb, Workload, state_bytes, training_memory
+from herder.plan.memory import MemoryGb, state_bytes, training_memory
+from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes, RankParameters
 
 Published = Callable[[str], ArchitectureConfig]
 
 N = 1_000_000
-WORKLOAD = Workload(
-    sequence_length=4096,
-    micro_batch_size=1,
-    num_micro_batches=8,
-    precision="bf16",
-    recompute="none",
-    loss_chunk_tokens=512,
-)
+TRAIN = TrainConfig(sequence_length=4096, loss_chunk_tokens=512)
 
 
 def layout(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, zero_stage: int = 0) -> Layout:
     return make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage)
 
 
-def memory(architecture: ArchitectureConfig, of: Layout, workload: Workload = WORKLOAD) -> MemoryGb:
-    return training_memory(ModelSizes(architecture), of, workload, gpu("h100-80gb"))
+def memory(
+    architecture: ArchitectureConfig, of: Layout, train: TrainConfig = TRAIN, **given: Any
+) -> MemoryGb:
+    request = Request(ModelSizes(architecture), ClusterConfig(gpu="h100-80gb"), train)
+    workload = {"micro_batch_size": 1, "num_micro_batches": 8, "recompute": "none", **given}
+    return training_memory(Candidate(request, of, **workload))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +57,9 @@ def test_llama_2_7b_on_eight_gpus(published: Published) -> None:
 
 def test_the_405b_plan_and_its_largest_rank(published: Published) -> None:
     of = layout(tp=8, pp=4, dp=512, zero_stage=1)
-    workload = replace(WORKLOAD, sequence_length=8192, recompute="full", num_micro_batches=4)
-    parts = memory(published("llama-3.1-405b"), of, workload)
+    train = TRAIN.model_copy(update={"sequence_length": 8192})
+    llama = published("llama-3.1-405b")
+    parts = memory(llama, of, train, recompute="full", num_micro_batches=4)
     assert 50.9 <= parts.state <= 51.1
     assert parts.largest_rank_state >= 51.3
     assert parts.total <= parts.budget
@@ -80,8 +79,8 @@ def test_more_shards_never_keep_more(published: Published) -> None:
 def test_recompute_and_smaller_batches_take_less(published: Published) -> None:
     of = layout(dp=8, zero_stage=1)
     one = memory(published("llama-3-8b"), of).activations
-    two = memory(published("llama-3-8b"), of, replace(WORKLOAD, micro_batch_size=2)).activations
-    again = memory(published("llama-3-8b"), of, replace(WORKLOAD, recompute="full")).activations
+    two = memory(published("llama-3-8b"), of, micro_batch_size=2).activations
+    again = memory(published("llama-3-8b"), of, recompute="full").activations
     assert two == pytest.approx(2 * one)
     assert again < one / 3
 
@@ -89,9 +88,7 @@ def test_recompute_and_smaller_batches_take_less(published: Published) -> None:
 def test_a_stage_keeps_a_micro_batch_for_each_stage_behind_it(published: Published) -> None:
     of = layout(tp=8, pp=4, dp=2, zero_stage=1)
     kept = {
-        times: memory(
-            published("llama-3-70b"), of, replace(WORKLOAD, num_micro_batches=times)
-        ).activations
+        times: memory(published("llama-3-70b"), of, num_micro_batches=times).activations
         for times in (1, 2, 4, 8)
     }
     assert kept[1] < kept[2] < kept[4] == kept[8]
@@ -118,11 +115,11 @@ def test_one_rank_keeps_fp32_parameters_and_their_bf16_copies(published: Publish
     parts = memory(smollm, layout())
     assert parts.state == pytest.approx(16 * 0.134515008)
     assert parts.buffers == pytest.approx(2 * 0.134515008)
-    assert memory(smollm, layout(), replace(WORKLOAD, precision="fp32")).buffers == 0
+    assert memory(smollm, layout(), TRAIN.model_copy(update={"precision": "fp32"})).buffers == 0
 
 
 def test_logits_exist_for_one_chunk_at_a_time(published: Published) -> None:
-    half = replace(WORKLOAD, loss_chunk_tokens=256)
+    half = TRAIN.model_copy(update={"loss_chunk_tokens": 256})
     of = layout(dp=8, zero_stage=1)
     whole = memory(published("qwen3-8b"), of).logits
     assert memory(published("qwen3-8b"), of, half).logits == pytest.approx(whole / 2)

@@ -1,28 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
-from herder.config.run import ClusterConfig
-from herder.plan.candidates import make_layout
+from herder.config.catalog import gpu
+from herder.config.run import ClusterConfig, TrainConfig
+from herder.plan.candidate import Candidate, Request
 from herder.plan.flops import flops_per_token
-from herder.plan.memory import Workload
+from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes
-from herder.plan.step_time import StepTimeSeconds, hardware, simulate_step
+from herder.plan.step_time import StepTimeSeconds, collective, peak_flops, simulate_step
 
 Published = Callable[[str], ArchitectureConfig]
 
-WORKLOAD = Workload(
-    sequence_length=4096,
-    micro_batch_size=1,
-    num_micro_batches=8,
-    precision="bf16",
-    recompute="none",
-    loss_chunk_tokens=512,
-)
+TRAIN = TrainConfig(sequence_length=4096)
 
 
 def cluster(nodes: int, gpu: str = "h100-80gb", gpus_per_node: int = 8) -> ClusterConfig:
@@ -32,16 +26,20 @@ def cluster(nodes: int, gpu: str = "h100-80gb", gpus_per_node: int = 8) -> Clust
 def step(
     architecture: ArchitectureConfig,
     on: ClusterConfig,
-    workload: Workload = WORKLOAD,
+    train: TrainConfig = TRAIN,
     *,
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
     zero_stage: int = 1,
+    **given: Any,
 ) -> StepTimeSeconds:
     dp = on.num_gpus // (tp * pp)
     layout = make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage)
-    return simulate_step(ModelSizes(architecture), layout, workload, on)
+    workload = {"micro_batch_size": 1, "num_micro_batches": 8, "recompute": "none", **given}
+    return simulate_step(
+        Candidate(Request(ModelSizes(architecture), on, train), layout, **workload)
+    )
 
 
 def test_matrix_products_take_at_least_their_flops_at_peak(published: Published) -> None:
@@ -60,15 +58,14 @@ def test_the_bubble_is_stages_less_one_over_micro_batches(published: Published) 
 def test_more_micro_batches_shrink_the_share_of_the_bubble(published: Published) -> None:
     shares = []
     for times in (4, 16, 64):
-        workload = replace(WORKLOAD, num_micro_batches=times)
-        found = step(published("llama-3-70b"), cluster(4), workload, tp=8, pp=4)
+        found = step(published("llama-3-70b"), cluster(4), tp=8, pp=4, num_micro_batches=times)
         shares.append(found.pipeline_bubble / found.total)
     assert shares == sorted(shares, reverse=True)
 
 
 def test_recompute_costs_a_forward_pass(published: Published) -> None:
     once = step(published("llama-3-8b"), cluster(1))
-    again = step(published("llama-3-8b"), cluster(1), replace(WORKLOAD, recompute="full"))
+    again = step(published("llama-3-8b"), cluster(1), recompute="full")
     work = once.matmul + once.attention + once.memory_traffic
     assert again.recompute == pytest.approx(work / 3)
 
@@ -109,24 +106,21 @@ def test_a_newer_gpu_is_faster(published: Published) -> None:
 
 
 def test_small_models_wait_for_launches_on_a_gpu_and_not_on_a_cpu(published: Published) -> None:
-    small = replace(WORKLOAD, sequence_length=128)
+    small = TrainConfig(sequence_length=128)
     architecture = published("smollm2-135m")
     assert step(architecture, cluster(1, "b200", 1), small, zero_stage=0).launch > 0
     assert step(architecture, cluster(1, "cpu", 1), small, zero_stage=0).launch == 0
 
 
 def test_fp32_runs_at_the_fp32_peak() -> None:
-    on = cluster(1)
-    assert hardware(on, WORKLOAD).peak_flops == pytest.approx(989.4e12)
-    assert hardware(on, replace(WORKLOAD, precision="fp32")).peak_flops == pytest.approx(66.9e12)
+    assert peak_flops(gpu("h100-80gb"), "bf16") == pytest.approx(989.4e12)
+    assert peak_flops(gpu("h100-80gb"), "fp32") == pytest.approx(66.9e12)
 
 
 def test_a_group_within_the_node_uses_its_links() -> None:
-    rates = hardware(cluster(4), WORKLOAD)
+    on, device = cluster(4), gpu("h100-80gb")
     inside, across, strided = (
-        rates.collective(8, 1),
-        rates.collective(32, 1),
-        rates.collective(4, 8),
+        collective(on, device, num_ranks, stride) for num_ranks, stride in ((8, 1), (32, 1), (4, 8))
     )
     assert inside.bytes_per_second > across.bytes_per_second > strided.bytes_per_second
-    assert rates.collective(1, 1).seconds(1e9) == 0.0
+    assert collective(on, device, 1, 1).seconds(1e9) == 0.0

@@ -1,0 +1,95 @@
+"""What a training plan is asked for, and one way to do it: what pricing and search speak about.
+
+Owns the tokens that a way makes each rank compute and the bytes an element takes there; prices
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from herder.config.catalog import cluster_gpu
+from herder.config.run import ClusterConfig, GpuConfig, TrainConfig
+from herder.plan.layout import Layout
+from herder.plan.stages import ModelSizes
+
+Recompute = Literal["none", "full"]
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateWidths:
+    """Bytes that training keeps of each parameter. They sum to 16."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+
+
+MIXED = StateWidths(parameter=2, gradient=2, optimizer=12)
+"""bf16 parameters and gradients; fp32 master copy and two moments in the optimizer.
+Source: ZeRO, arXiv:1910.02054, section 3.1."""
+FULL = StateWidths(parameter=4, gradient=4, optimizer=8)
+"""fp32 parameters (autocast to bf16 as they are used), fp32 gradients and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A model to train on a cluster, and how."""
+
+    sizes: ModelSizes
+    cluster: ClusterConfig
+    train: TrainConfig
+    model: str = "model"
+    typical_batch_tokens: int | None = None
+    """Global batch to aim at where train.global_batch_tokens is null; None: one micro-batch a
+    data-parallel rank and pipeline stage."""
+    chooses_recompute: bool = False
+    """Whether recompute is the planner's to choose; else train.recompute holds."""
+
+    @property
+    def gpu(self) -> GpuConfig:
+        return cluster_gpu(self.cluster)
+
+    def state_widths(self, layout: Layout) -> StateWidths:
+        """One rank keeps fp32 parameters under autocast; several bf16 ones and an fp32 master."""
+        return FULL if layout.num_ranks == 1 or self.train.precision == "fp32" else MIXED
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout, and what each of its ranks computes in a step."""
+
+    request: Request
+    layout: Layout
+    micro_batch_size: int
+    num_micro_batches: int
+    recompute: Recompute
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.request.train.sequence_length * self.micro_batch_size
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self.micro_batch_tokens * self.num_micro_batches * self.layout.data_parallel_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Of a micro-batch, on one context-parallel rank."""
+        return self.micro_batch_tokens // self.layout.context_parallel_size
+
+    @property
+    def widths(self) -> StateWidths:
+        return self.request.state_widths(self.layout)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of an element of the residual stream, fp32 under autocast of fp32 parameters."""
+        return self.widths.parameter
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element of what is computed from the residual stream."""
+        return 2 if self.request.train.precision == "bf16" else 4

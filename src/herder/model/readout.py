@@ -82,19 +82,18 @@ class _ChunkedCrossEntropy(Function):
         x_grad_TD = torch.empty_like(x_TD) if needs_x else None
         weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            low_weight_VD = weight_VD.to(dtype)
-            for rows in _chunks(x_TD.shape[0], chunk_tokens):
-                x_CD = x_TD[rows].to(dtype)
-                part, logits_grad_CV = _loss_and_gradient(
-                    x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None]
-                )
-                loss += part
-                if x_grad_TD is not None:
-                    x_grad_TD[rows] = (logits_grad_CV @ low_weight_VD).to(x_TD.dtype)
-                if weight_grad_VD is not None:
-                    _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
-                del logits_grad_CV  # before the next chunk's logits
+        low_weight_VD = weight_VD.to(dtype)
+        for rows in _chunks(x_TD.shape[0], chunk_tokens):
+            x_CD = x_TD[rows].to(dtype)
+            part, logits_grad_CV = _loss_and_gradient(
+                x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None]
+            )
+            loss += part
+            if x_grad_TD is not None:
+                x_grad_TD[rows] = (logits_grad_CV @ low_weight_VD).to(x_TD.dtype)
+            if weight_grad_VD is not None:
+                _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
+            del logits_grad_CV  # before the next chunk's logits
         ctx.grads = x_grad_TD, weight_grad_VD
         return loss
 

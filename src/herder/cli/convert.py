@@ -42,12 +42,12 @@ def command(source: str, target: Path, form: str | None, precision: str | None) 
     found = resolve(source)
     dtype = DTYPES[precision] if precision else stored_dtype(found)
     decoder = load_decoder(found, dtype=dtype)
-    form = form or ("run" if found.weights == "safetensors" else "huggingface")
-    if form == "run":
+    if found.weights == "gguf":
+        found = replace(found, folder=tokenizer_folder(found))
+    if form == "run" or (form is None and found.weights == "safetensors"):
         _write_run(decoder, found, source, target)
     else:
-        like = replace(found, folder=tokenizer_folder(found)) if found.weights == "gguf" else found
-        save_huggingface(decoder, target, family=found.family, like=like)
+        save_huggingface(decoder, target, family=found.family, like=found)
     click.echo(f"{found.name} is in {target}", err=True)
 
 
@@ -55,6 +55,7 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
     """A run at step 0, without an optimizer's state: a model to evaluate, serve or start from."""
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already and is not empty. Name another folder.")
+    assert found.folder is not None, "what has weights has a folder by now"
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
     save_checkpoint(
         target,
@@ -63,6 +64,6 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
             step=0, tokens=0, data=DataPosition(corpus="", seed=0, step=0), schedule={}
         ),
         meta=build_meta(config, found, None),
-        model_files=model_files(found, tokenizer_folder(found)),
+        model_files=model_files(found, found.folder),
         keep_last=1,
     )

@@ -1,11 +1,13 @@
-"""What both verbs of `herder plan` take: the cluster's flags. Composition only."""
+"""What both verbs of `herder plan` share: the cluster's flags, and how a plan is printed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
+from pydantic import BaseModel
 
 COUNT = click.IntRange(min=1)
 
@@ -24,3 +26,11 @@ def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
+
+
+def print_plan(plan: BaseModel, *, as_json: bool) -> None:
+    """One JSON object; or a table, for which alone rich is loaded."""
+    if as_json:
+        click.echo(plan.model_dump_json())
+    else:
+        import_module("herder.plan.table").print_plan(plan)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 
 from herder.cli.models import resolve
-from herder.cli.plan_options import COUNT, cluster_options
+from herder.cli.plan_options import COUNT, cluster_options, print_plan
 from herder.config.detect import choose_cluster
 from herder.plan.serving import DEFAULT_UTILIZATION, plan_serving
-from herder.plan.table import serving_table
 
 
 @click.command("serve")
@@ -50,4 +48,4 @@ def serve(
         tensor_parallel_size=tensor_parallel,
         utilization=utilization,
     )
-    Console().print(serving_table(plan)) if not as_json else click.echo(plan.model_dump_json())
+    print_plan(plan, as_json=as_json)

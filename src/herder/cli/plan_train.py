@@ -6,15 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from herder.cli.models import resolve
-from herder.cli.plan_options import COUNT, cluster_options
+from herder.cli.plan_options import COUNT, cluster_options, print_plan
 from herder.config.detect import choose_cluster
 from herder.config.load import load_run_config
 from herder.errors import ConfigError
 from herder.plan.design import write_design
-from herder.plan.table import training_table
 from herder.plan.training import Objective, plan_model_training, plan_training
 from herder.train.source import find_model
 
@@ -74,4 +72,4 @@ def train(
         plan = plan_model_training(
             source.architecture, choose(None), model=source.name, objective=objective, **flags
         )
-    Console().print(training_table(plan)) if not as_json else click.echo(plan.model_dump_json())
+    print_plan(plan, as_json=as_json)

@@ -6,16 +6,16 @@ the figures. Everything on it comes from the recipe and its plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from herder.config.catalog import cluster_gpu
 from herder.config.run import RunConfig
 from herder.errors import ResourceError
-from herder.plan.table import MODULE_NAMES
+from herder.plan.facts import MODULE_COLUMNS, memory_parts, module_rows, training_facts
 from herder.plan.training import TrainingPlan
-from herder.units import GB, format_count, format_flops, format_gb, format_seconds
+from herder.units import GB, format_count, format_gb, format_seconds
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
 """Compute-optimal training from scratch. Source: arXiv:2203.15556, section 3.4 and table 3."""
@@ -52,49 +52,41 @@ def design_markdown(
     """The page as markdown."""
     cost = run_cost(config, plan, gpu_hour_price)
     start = "its published weights" if _continues(config) else "random weights"
-    lines = [
-        f"# Experiment design: {plan.model}",
-        "",
-        f"Recipe `{recipe}`, run directory `{config.run_directory}`. Figures are planned, not "
-        f"measured; owners saw the same plan move by {STEP_TIME_ERROR} between two measurements.",
-        "",
-        f"**What.** Train {plan.model} ({plan.parameters:,} parameters, "
-        f"{plan.active_parameters:,} active) from {start} to predict the next token of "
-        f"`{config.data.source}`.",
-        "",
-        *_table(("", ""), _sizes(config, plan, cost)),
-        "",
-        "## Where it goes",
-        "",
-        *_table(
-            ("module", "parameters", "training FLOPs a token", "state a device"),
-            (
-                (
-                    MODULE_NAMES.get(share.module, share.module),
-                    f"{share.parameters:,} ({share.parameters / plan.parameters:.1%})",
-                    f"{format_flops(share.training_flops_per_token)} "
-                    f"({share.training_flops_per_token / plan.flops_per_token:.1%})",
-                    format_gb(share.state_gb * GB),
-                )
-                for share in plan.modules
-            ),
-        ),
-        "",
-        "## Risks",
-        "",
-        *(f"- {risk}" for risk in risks(config, plan, cost)),
-        "",
-        "## Layouts that were rejected",
-        "",
-        *(_rejected(plan) or ["None: the first one that was looked at fits."]),
-        "",
-        "## Run",
-        "",
-        f"    herder train {recipe}",
-        f"    herder evaluate {config.run_directory}",
-        "",
-    ]
-    return "\n".join(lines)
+    sizes = "\n".join(_row(row) for row in _sizes(config, plan, cost))
+    modules = "\n".join(_row(row) for row in module_rows(plan))
+    risk_list = "\n".join(f"- {risk}" for risk in risks(config, plan, cost))
+    rejected = "\n".join(f"- {entry.layout}: {entry.reason}" for entry in plan.rejected[:6])
+    return f"""# Experiment design: {plan.model}
+
+Recipe `{recipe}`, run directory `{config.run_directory}`. Figures are planned, not measured; owners
+saw the same plan move by {STEP_TIME_ERROR} between two measurements.
+
+**What.** Train {plan.model} ({plan.parameters:,} parameters, {plan.active_parameters:,} active)
+from {start} to predict the next token of `{config.data.source}`.
+
+| | |
+|---|---|
+{sizes}
+
+## Where it goes
+
+{_row(MODULE_COLUMNS)}
+{_row(("---",) * len(MODULE_COLUMNS))}
+{modules}
+
+## Risks
+
+{risk_list}
+
+## Layouts that were rejected
+
+{rejected or "None: the first one that was looked at fits."}
+
+## Run
+
+    herder train {recipe}
+    herder evaluate {config.run_directory}
+"""
 
 
 def write_design(
@@ -117,11 +109,8 @@ def _continues(config: RunConfig) -> bool:
     return config.model.initialize == "pretrained"
 
 
-def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    yield "| " + " | ".join(header) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _sizes(config: RunConfig, plan: TrainingPlan, cost: Cost) -> Iterator[tuple[str, str]]:
@@ -144,37 +133,20 @@ def _sizes(config: RunConfig, plan: TrainingPlan, cost: Cost) -> Iterator[tuple[
         f"decay {train.optimizer.weight_decay:g}, gradients clipped at {train.clip_norm:g}, "
         f"seed {train.seed}",
     )
-    yield "hardware", f"{plan.cluster.nodes:,} x {plan.cluster.gpus_per_node} {gpu.name}"
-    yield (
-        "layout",
-        f"{plan.layout.told()}; micro-batch {plan.micro_batch_size}, "
-        f"{plan.num_micro_batches} a step; {plan.precision.compute}, recompute {plan.recompute}",
-    )
-    yield (
-        "memory a device",
-        f"{format_gb(memory.total * GB)} of {format_gb(memory.budget * GB)} that may be filled: "
-        f"state {format_gb(memory.largest_rank_state * GB)}, activations "
-        f"{format_gb(memory.activations * GB)}, logits {format_gb(memory.logits * GB)}, buffers "
-        f"{format_gb(memory.buffers * GB)}, overhead {format_gb(memory.overhead * GB)}",
-    )
-    yield (
-        "speed",
-        f"{format_seconds(plan.step_time_seconds.total)} a step, "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.model_flops_utilization:.1%}",
-    )
-    yield "time", f"{format_seconds(cost.wall_seconds)}, goodput {plan.reliability.goodput:.1%}"
+    yield from training_facts(plan)
+    parts = ", ".join(f"{name} {format_gb(gb * GB)}" for name, gb in memory_parts(plan).items())
+    total, budget = format_gb(memory.total * GB), format_gb(memory.budget * GB)
+    yield "memory a device", f"{total} of {budget} that may be filled: {parts}"
     unit = "machine-hours" if gpu.kind == "cpu" else "GPU-hours"
     money = "no price given" if cost.price is None else f"{cost.price:,.2f} at the price given"
+    yield "time", format_seconds(cost.wall_seconds)
     yield "cost", f"{cost.device_hours:,.2f} {unit}; {money}"
+    saved, kept = plan.reliability.checkpoint_gb * GB, config.checkpoint.keep_last
     yield (
         "checkpoints",
-        f"every {config.checkpoint.every_steps:,} steps, the last {config.checkpoint.keep_last} "
-        f"kept: {format_gb(_disk_bytes(config, plan))} of disk while one is written",
+        f"every {config.checkpoint.every_steps:,} steps, the last {kept} kept: "
+        f"{format_gb(saved * (kept + 1))} of disk while one is written",
     )
-
-
-def _disk_bytes(config: RunConfig, plan: TrainingPlan) -> float:
-    return plan.reliability.checkpoint_gb * GB * (config.checkpoint.keep_last + 1)
 
 
 def risks(config: RunConfig, plan: TrainingPlan, cost: Cost) -> Iterator[str]:
@@ -204,7 +176,3 @@ def risks(config: RunConfig, plan: TrainingPlan, cost: Cost) -> Iterator[str]:
         yield "Nothing is evaluated during training: set evaluate.every_steps to see overfitting."
     elif config.evaluate.every_steps > steps:
         yield f"evaluate.every_steps exceeds the {steps:,} steps: nothing is evaluated on the way."
-
-
-def _rejected(plan: TrainingPlan) -> list[str]:
-    return [f"- {entry.layout}: {entry.reason}" for entry in plan.rejected[:6]]

@@ -53,10 +53,10 @@ def test_a_serving_plan_fits_the_terminal(width: int, published: Published) -> N
 
 
 def test_a_bar_is_as_wide_as_its_parts_say() -> None:
-    (line,) = printed(StackedBar([("a", 25.0), ("b", 25.0), ("c", 0.0)], 100.0), 40)
+    (line,) = printed(StackedBar({"a": 25.0, "b": 25.0, "c": 0.0}, 100.0), 40)
     assert line == "█" * 20 + "·" * 20
 
 
 def test_a_bar_never_passes_the_console() -> None:
-    (line,) = printed(StackedBar([("a", 70.0), ("b", 70.0)], 100.0), 40)
+    (line,) = printed(StackedBar({"a": 70.0, "b": 70.0}, 100.0), 40)
     assert line == "█" * 40

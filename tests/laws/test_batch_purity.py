@@ -8,6 +8,7 @@ import torch
 
 from herder.data.batch import MicroBatch
 from herder.data.dataset import TokenDataset
+from herder.data.order import step_rows
 from herder.data.packing import PackedRows
 from herder.data.prefetch import prefetch
 
@@ -74,8 +75,9 @@ def test_every_epoch_reads_every_prediction_once_and_in_an_order_of_its_own() ->
     data = dataset()
     rows = data.packed.num_rows
     orders = []
+    order = {"rows_per_step": data.num_micro_batches, "num_rows": rows, "seed": data.seed}
+    read = [row for step in range(rows) for row in step_rows(step, **order).tolist()]
     for epoch in range(2):
-        read = [row for step in range(rows) for row in data.order.rows(step).tolist()]
         part = read[epoch * rows : (epoch + 1) * rows]
         assert sorted(part) == list(range(rows))
         orders.append(part)

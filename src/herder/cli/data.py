@@ -74,5 +74,5 @@ def _prepared(
 
 
 def _show_summary(corpus: TokenizedCorpus, packed: PackedRows, *, as_json: bool) -> None:
-    summary = summarize(corpus, packed)
-    click.echo(json.dumps(summary.to_json())) if as_json else Console().print(summary_view(summary))
+    figures = summarize(corpus, packed)
+    click.echo(json.dumps(figures)) if as_json else Console().print(summary_view(figures))

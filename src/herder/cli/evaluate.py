@@ -51,22 +51,18 @@ def command(
         if task not in TASKS:
             raise ConfigError(f"--tasks: unknown task {task!r}. {close_match(task, TASKS)}")
     source = resolve(model)
-    window = window_tokens(source.architecture, sequence_length)
+    window = window_tokens(source, sequence_length)
     tokenizer = load_tokenizer(tokenizer_folder(source))
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
     given = {"source": data, "text_key": text_key}
     config = data_of(source).model_copy(update={k: v for k, v in given.items() if v is not None})
     texts = texts_of(config, split=split)
     documents = encode_for_scoring(tokenizer, texts, max_tokens=max_tokens)
-    decoder, device = load_model(source, precision=precision)
-    with progress(f"evaluating {source.name}", documents.num_predictions) as show:
-        result = evaluate_perplexity(
-            decoder,
-            documents,
-            window_tokens=window,
-            device=device,
-            on_progress=show,
-        )
+    decoder = load_model(source, precision=precision)
+    with progress(
+        f"evaluating {source.name}", documents.num_tokens - documents.num_documents
+    ) as show:
+        result = evaluate_perplexity(decoder, documents, window_tokens=window, on_progress=show)
     if as_json:
         settings = {"data": config.source, "split": split, "precision": precision}
         click.echo(json.dumps({"model": source.name, **settings, **perplexity_json(result)}))

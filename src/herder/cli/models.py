@@ -76,4 +76,4 @@ def _extracted(path: Path) -> Path:
             text = json.dumps(content, ensure_ascii=False)
             (folder / name).write_text(text, encoding="utf-8")
 
-    return build_once(target, write, is_whole=lambda folder: folder.is_dir())
+    return build_once(target, write)

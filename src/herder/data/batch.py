@@ -8,10 +8,12 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_TENSORS = ("tokens_T", "positions_T", "targets_T", "weights_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +36,16 @@ class MicroBatch:
     """In tokens, in order, padding documents included; they add up to T."""
 
     def __post_init__(self) -> None:
-        shape = self.tokens_T.shape
-        for name in ("positions_T", "targets_T", "weights_T"):
-            other = getattr(self, name).shape
-            assert other == shape, f"{name} has shape {tuple(other)}, tokens_T {tuple(shape)}"
         total = sum(self.document_lengths)
-        assert shape == (total,), f"documents hold {total} tokens, tokens_T is {tuple(shape)}"
+        for name in _TENSORS:
+            shape = tuple(getattr(self, name).shape)
+            assert shape == (total,), f"documents hold {total} tokens, {name} is {shape}"
         assert min(self.document_lengths) > 0, f"an empty document in {self.document_lengths}"
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
-        return self.tokens_T.shape[0]
+        return len(self.tokens_T)
 
     @property
     def num_loss_tokens(self) -> float:
@@ -54,10 +54,5 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        return MicroBatch(
-            tokens_T=self.tokens_T.to(device, non_blocking=True),
-            positions_T=self.positions_T.to(device, non_blocking=True),
-            targets_T=self.targets_T.to(device, non_blocking=True),
-            weights_T=self.weights_T.to(device, non_blocking=True),
-            document_lengths=self.document_lengths,
-        )
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return replace(self, **moved)

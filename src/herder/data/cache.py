@@ -1,8 +1,8 @@
 """The cache folder outside any project: where it is, and how something gets into it whole.
 
 Owns `~/.cache/herder` (HERDER_CACHE overrides it). What is written there is written to a fresh
-folder and renamed, under a lock, so that concurrent processes build a thing once and no reader ever
-sees half of it. Everything in it can be deleted at any time and is made again.
+folder and renamed, under a lock, so that concurrent processes build a thing once and what exists is
+whole. Everything in it can be deleted at any time and is made again.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ from herder.errors import ResourceError
 
 def cache_folder() -> Path:
     """`$HERDER_CACHE`, else `~/.cache/herder`."""
-    given = os.environ.get("HERDER_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "herder"
+    return Path(os.environ.get("HERDER_CACHE") or "~/.cache/herder").expanduser()
 
 
-def build_once(
-    target: Path, build: Callable[[Path], None], *, is_whole: Callable[[Path], bool]
-) -> Path:
-    """`target`, a folder; where it is not whole yet, `build` fills a fresh folder that becomes it.
+def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """The folder `target`; where there is none yet, `build` fills a fresh one that becomes it.
 
     Other processes that want the same folder wait for the first one. Raises ResourceError where the
     cache cannot be written; an error of `build` leaves nothing behind.
     """
-    if is_whole(target):
+    if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{target.name}.lock")):
-            if not is_whole(target):
+            if not target.exists():
                 _build(target, build)
     except OSError as error:
         raise ResourceError(
@@ -54,7 +51,6 @@ def _build(target: Path, build: Callable[[Path], None]) -> None:
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         build(fresh)
-        shutil.rmtree(target, ignore_errors=True)
         fresh.chmod(0o755)
         fresh.rename(target)
     finally:

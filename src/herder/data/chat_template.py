@@ -9,11 +9,12 @@ transformers manual. Owns rendering to text; what the text's tokens are is the t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache, partial
 from typing import Any, NoReturn, cast
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,57 +41,27 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which a model has never seen."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
+@lru_cache
+def _compile(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    # Jinja's own filter escapes HTML, which a model has never seen.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     names = cast("dict[str, Any]", environment.globals)
     names |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
+    return environment.from_string(source)
 
 
-def compile_template(source: str) -> Callable[..., str]:
-    """A function of messages, tools and a template's other variables that returns the chat as text.
+def render_template(source: str, variables: Mapping[str, Any]) -> str:
+    """The chat as text. `variables` are the template's own: messages, tools and so on.
 
-    Raises DataError where the template does not parse; the function raises it where the template
-    rejects the messages.
+    Raises DataError where the template does not parse or rejects the messages.
     """
     try:
-        template = _environment().from_string(source)
+        return _compile(source).render(variables)
     except TemplateSyntaxError as error:
         raise DataError(f"The chat template, line {error.lineno}: {error.message}.") from error
-
-    def render(
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        **variables: Any,
-    ) -> str:
-        try:
-            return template.render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except Exception as error:  # what a model's own code may raise has no bounds
-            reason = str(error) or type(error).__name__
-            raise DataError(f"The chat template rejects these messages: {reason}") from error
-
-    return render
+    except Exception as error:  # what a model's own code may raise has no bounds
+        reason = str(error) or type(error).__name__
+        raise DataError(f"The chat template rejects these messages: {reason}") from error

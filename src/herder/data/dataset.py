@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from herder.config.run import TrainConfig
 from herder.data.batch import MicroBatch
-from herder.data.order import DataOrder
+from herder.data.order import step_rows
 from herder.data.packing import PackedRows
-from herder.errors import ConfigError
+from herder.errors import ConfigError, DataError
 
 
 class TokenDataset:
@@ -19,7 +19,9 @@ class TokenDataset:
     def __init__(
         self, rows: PackedRows, *, micro_batch_size: int, global_batch_tokens: int, seed: int
     ) -> None:
-        """`global_batch_tokens` must be a multiple of micro_batch_size x sequence_length."""
+        """Raises ConfigError where global_batch_tokens is no multiple of a micro-batch's tokens."""
+        if rows.num_rows < 1:
+            raise DataError("The corpus is empty: there is no row to read.")
         micro_tokens = micro_batch_size * rows.sequence_length
         if global_batch_tokens % micro_tokens:
             nearest = max(round(global_batch_tokens / micro_tokens), 1) * micro_tokens
@@ -31,14 +33,7 @@ class TokenDataset:
         self.packed = rows
         self.micro_batch_size = micro_batch_size
         self.num_micro_batches = global_batch_tokens // micro_tokens
-        self.order = DataOrder(
-            rows.num_rows, rows_per_step=self.num_micro_batches * micro_batch_size, seed=seed
-        )
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """T: tokens of one micro-batch, padding included."""
-        return self.micro_batch_size * self.packed.sequence_length
+        self.seed = seed
 
     def micro_batches(
         self, step: int, *, shard_index: int = 0, num_shards: int = 1
@@ -51,9 +46,15 @@ class TokenDataset:
         if self.num_micro_batches % num_shards:
             raise ConfigError(
                 f"{num_shards} data-parallel ranks do not divide the {self.num_micro_batches} "
-                f"micro-batches of a step (train.global_batch_tokens / {self.micro_batch_tokens})."
+                "micro-batches of a step (train.global_batch_tokens / "
+                f"{self.micro_batch_size * self.packed.sequence_length})."
             )
-        rows = self.order.rows(step).reshape(self.num_micro_batches, self.micro_batch_size)
+        rows = step_rows(
+            step,
+            rows_per_step=self.num_micro_batches * self.micro_batch_size,
+            num_rows=self.packed.num_rows,
+            seed=self.seed,
+        ).reshape(self.num_micro_batches, self.micro_batch_size)
         return [self.packed.micro_batch(group) for group in rows[shard_index::num_shards]]
 
 
@@ -68,5 +69,5 @@ def first_row(rows: PackedRows, train: TrainConfig, *, step: int) -> int:
             "leaves to the planner. Give it with --set, or inspect the config.yaml of a run."
         )
     rows_per_step = max((train.global_batch_tokens or 0) // rows.sequence_length, 1)
-    order = DataOrder(rows.num_rows, rows_per_step=rows_per_step, seed=train.seed)
-    return int(order.rows(step)[0])
+    order = step_rows(step, rows_per_step=rows_per_step, num_rows=rows.num_rows, seed=train.seed)
+    return int(order[0])

@@ -7,24 +7,11 @@ business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _NUM_CONTEXT_TOKENS = 8
 """How far back a decoder looks: a character has at most 4 bytes, so at most 4 tokens."""
-
-
-class Decodes(Protocol):
-    """What is needed of a tokenizer."""
-
-    byte_token_ids: frozenset[int]
-    """Tokens of single bytes: a run of them is decoded as a whole, by the rule of byte fallback."""
-    special_token_ids: frozenset[int]
-
-    def is_token(self, token_id: int) -> bool: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer:
@@ -35,25 +22,30 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Decodes, *, context: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        ends_no_text: Callable[[int], bool],
+        context: Sequence[int],
     ) -> None:
-        """`context`: the prompt's ids, so that a space between prompt and answer is not lost."""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._held_ids = tokenizer.byte_token_ids | skipped
+        """`ends_no_text`: whether the text before a token and its own may yet change: byte tokens,
+        and those that show nothing. `context`: the prompt's ids, so that a space between prompt and
+        answer is not lost.
+        """
+        self._decode = decode
+        self._ends_no_text = ends_no_text
         start = max(len(context) - _NUM_CONTEXT_TOKENS, 0)
-        while start and context[start] in tokenizer.byte_token_ids:
+        while start and ends_no_text(context[start]):
             start -= 1
         self._window = list(context[start:])
         self._num_shown_tokens = len(self._window)
-        self._shown = self._decode(self._window).rstrip(_REPLACEMENT)
+        self._shown = decode(self._window).rstrip(_REPLACEMENT)
 
     def add(self, token_id: int) -> str:
         """The text that is certain now and was not before; may be empty."""
         self._window.append(token_id)
         # Bytes on both sides of a token that shows nothing are one run, so it ends none.
-        if token_id in self._held_ids or not self._tokenizer.is_token(token_id):
+        if self._ends_no_text(token_id):
             return ""
         text = self._decode(self._window)
         if len(text) <= len(self._shown) or text.endswith(_REPLACEMENT):
@@ -70,6 +62,3 @@ class Detokenizer:
         text = self._decode(self._window)
         new, self._shown = text[len(self._shown) :], text
         return new
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

@@ -5,7 +5,6 @@ Owns the figures and how people see them. It changes nothing and knows no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,111 +23,75 @@ _CONTROL_CHARACTERS = dict.fromkeys({*range(32)} - {9, 10}, "\N{REPLACEMENT CHAR
 """A corpus must not steer the terminal it is shown on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthBin:
-    """Documents of at least `first` and less than `end` tokens."""
+def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
+    """The figures of `corpus`, whose training split is `packed`, as one JSON object.
 
-    first: int
-    end: int
-    num_documents: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusSummary:
-    """The figures of a corpus, packed at one sequence length."""
-
-    source: str
-    fingerprint: str
-    folder: str
-    num_documents: int
-    """Of the training split, as all that follows but the last two."""
-    num_tokens: int
-    num_text_bytes: int
-    sequence_length: int
-    num_rows: int
-    utilization: float
-    """The share of a batch's tokens that are not padding."""
-    num_cut_documents: int
-    """Longer than a row."""
-    lengths: tuple[LengthBin, ...]
-    num_validation_documents: int
-    num_validation_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, for scripts."""
-        return {**self.__dict__, "lengths": [vars(each) for each in self.lengths]}
-
-
-def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> CorpusSummary:
-    """The figures of `corpus`, whose training split is `packed`."""
+    Of the training split, but for those that begin with num_validation. `utilization` is the share
+    of a batch's tokens that are not padding, `lengths` are bins that double.
+    """
     lengths = np.diff(corpus.train.offsets)
-    return CorpusSummary(
-        source=corpus.name,
-        fingerprint=corpus.fingerprint,
-        folder=str(corpus.folder),
-        num_documents=corpus.train.num_documents,
-        num_tokens=corpus.train.num_tokens,
-        num_text_bytes=corpus.train.num_text_bytes,
-        sequence_length=packed.sequence_length,
-        num_rows=packed.num_rows,
-        utilization=packed.utilization,
-        num_cut_documents=int((lengths - 1 > packed.sequence_length).sum()),
-        lengths=_length_bins(lengths),
-        num_validation_documents=corpus.validation.num_documents,
-        num_validation_tokens=corpus.validation.num_tokens,
-    )
+    return {
+        "source": corpus.name,
+        "fingerprint": corpus.fingerprint,
+        "folder": str(corpus.folder),
+        "num_documents": corpus.train.num_documents,
+        "num_tokens": corpus.train.num_tokens,
+        "num_text_bytes": corpus.train.num_text_bytes,
+        "sequence_length": packed.sequence_length,
+        "num_rows": packed.num_rows,
+        "utilization": packed.utilization,
+        "num_cut_documents": int((lengths - 1 > packed.sequence_length).sum()),
+        "lengths": _length_bins(lengths),
+        "num_validation_documents": corpus.validation.num_documents,
+        "num_validation_tokens": corpus.validation.num_tokens,
+    }
 
 
-def _length_bins(lengths: NDArray[np.int64]) -> tuple[LengthBin, ...]:
-    """Bins that double, from the shortest document's to the longest's."""
+def _length_bins(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
+    """Bins that double, of documents of at least `first` and less than `end` tokens."""
     exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
-    bins = []
-    for exponent in range(int(exponents.min()), int(exponents.max()) + 1):
-        inside = lengths[exponents == exponent]
-        bins.append(
-            LengthBin(
-                first=2**exponent,
-                end=2 ** (exponent + 1),
-                num_documents=len(inside),
-                num_tokens=int(inside.sum()),
-            )
-        )
-    return tuple(bins)
+    num_documents = np.bincount(exponents).tolist()
+    num_tokens = np.bincount(exponents, weights=lengths).astype(int).tolist()
+    return [
+        {
+            "first": 2**exponent,
+            "end": 2 ** (exponent + 1),
+            "num_documents": num_documents[exponent],
+            "num_tokens": num_tokens[exponent],
+        }
+        for exponent in range(exponents.min(), len(num_documents))
+    ]
 
 
-def summary_view(summary: CorpusSummary) -> RenderableType:
-    """The figures as tables."""
+def summary_view(figures: dict[str, Any]) -> RenderableType:
+    """What `summarize` gives, as tables."""
     facts = Table.grid(padding=(0, 2))
+    bytes_a_token = figures["num_text_bytes"] / max(figures["num_tokens"], 1)
     rows = {
-        "corpus": summary.source,
-        "training": f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens, "
-        f"{summary.num_text_bytes / max(summary.num_tokens, 1):.2f} bytes a token",
-        "held out": f"{summary.num_validation_documents:,} documents, "
-        f"{summary.num_validation_tokens:,} tokens",
-        "packed": f"{summary.num_rows:,} rows of {summary.sequence_length:,} tokens, "
-        f"{summary.utilization:.2%} of them in use",
-        "cut": f"{summary.num_cut_documents:,} documents are longer than a row",
-        "stored in": summary.folder,
+        "corpus": "{source}",
+        "training": "{num_documents:,} documents, {num_tokens:,} tokens, "
+        f"{bytes_a_token:.2f} bytes a token",
+        "held out": "{num_validation_documents:,} documents, {num_validation_tokens:,} tokens",
+        "packed": "{num_rows:,} rows of {sequence_length:,} tokens, {utilization:.2%} of them in "
+        "use",
+        "cut": "{num_cut_documents:,} documents are longer than a row",
+        "stored in": "{folder}",
     }
     for name, value in rows.items():
-        facts.add_row(Text(name, style="dim"), value)
-    return Group(facts, "", _histogram(summary.lengths))
-
-
-def _histogram(bins: tuple[LengthBin, ...]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("tokens", justify="right")
-    table.add_column("documents", justify="right")
-    table.add_column("share of tokens")
-    total = sum(each.num_tokens for each in bins)
-    for each in bins:
-        share = each.num_tokens / max(total, 1)
+        facts.add_row(Text(name, style="dim"), value.format_map(figures))
+    histogram = Table(box=None, header_style="dim", pad_edge=False)
+    histogram.add_column("tokens", justify="right")
+    histogram.add_column("documents", justify="right")
+    histogram.add_column("share of tokens")
+    for each in figures["lengths"]:
+        share = each["num_tokens"] / max(figures["num_tokens"], 1)
         bar = "█" * round(share * _BAR_COLUMNS)
-        table.add_row(
-            f"{each.first:,} - {each.end - 1:,}", f"{each.num_documents:,}", f"{bar} {share:.1%}"
+        histogram.add_row(
+            f"{each['first']:,} - {each['end'] - 1:,}",
+            f"{each['num_documents']:,}",
+            f"{bar} {share:.1%}",
         )
-    return table
+    return Group(facts, "", histogram)
 
 
 def row_view(
@@ -136,16 +99,17 @@ def row_view(
 ) -> RenderableType:
     """One packed row as text, a colour and a heading for each document in it."""
     parts: list[RenderableType] = []
+    num_padding = packed.sequence_length
     for index, piece in enumerate(packed.row_pieces(row)):
         start, length = int(packed.pieces.starts[piece]), int(packed.pieces.lengths[piece])
         document = int(packed.pieces.documents[piece])
-        first = start - int(documents.offsets[document])
-        whole = int(np.diff(documents.offsets)[document])
-        heading = f"document {document}, tokens {first} to {first + length} of {whole}"
+        document_start, document_end = documents.offsets[document : document + 2].tolist()
+        first = start - document_start
+        heading = f"document {document}, tokens {first} to {first + length} of "
+        heading += f"{document_end - document_start}"
         # One token more than is read: the last target.
         ids = packed.tokens[start : start + length + 1].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=False).translate(_CONTROL_CHARACTERS)
         parts += [Text(heading, style="dim"), Text(text, style=_COLOURS[index % len(_COLOURS)])]
-    used = sum(int(packed.pieces.lengths[piece]) for piece in packed.row_pieces(row))
-    parts.append(Text(f"{packed.sequence_length - used} tokens of padding", style="dim"))
-    return Group(*parts)
+        num_padding -= length
+    return Group(*parts, Text(f"{num_padding} tokens of padding", style="dim"))

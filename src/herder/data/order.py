@@ -11,8 +11,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from herder.errors import DataError
-
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -43,31 +41,15 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-class DataOrder:
-    """The rows of each optimizer step, epoch after epoch, each epoch in an order of its own."""
+def step_rows(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> NDArray[np.int64]:
+    """Indices of the rows that step `step` (from 0) trains on, epoch after epoch.
 
-    def __init__(self, num_rows: int, *, rows_per_step: int, seed: int) -> None:
-        if num_rows < 1:
-            raise DataError("The corpus is empty: there is no row to read.")
-        self.num_rows = num_rows
-        self.rows_per_step = rows_per_step
-        self.seed = seed
-
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """Indices of the `rows_per_step` rows that step `step` (from 0) trains on.
-
-        A pure function of (seed, step). Within an epoch every row comes exactly once.
-        """
-        first = step * self.rows_per_step
-        wanted = np.arange(first, first + self.rows_per_step)
-        rows = np.empty(self.rows_per_step, dtype=np.int64)
-        epochs = wanted // self.num_rows
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            order = epoch_order(self.num_rows, seed=self.seed, epoch=int(epoch))
-            rows[chosen] = order[wanted[chosen] % self.num_rows]
-        return rows
-
-    def epochs(self, num_steps: int) -> float:
-        """How many times `num_steps` steps read the corpus."""
-        return num_steps * self.rows_per_step / self.num_rows
+    A pure function of (seed, step). Within an epoch every row comes exactly once.
+    """
+    first = step * rows_per_step
+    epochs, places = np.divmod(np.arange(first, first + rows_per_step), num_rows)
+    rows = np.empty(rows_per_step, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        rows[inside] = epoch_order(num_rows, seed=seed, epoch=int(epoch))[places[inside]]
+    return rows

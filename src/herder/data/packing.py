@@ -1,15 +1,11 @@
 """Documents into rows of exactly `sequence_length` tokens, and rows into micro-batches.
 
 A document of n tokens makes n - 1 predictions: it is read as tokens[:-1] with targets tokens[1:],
-cut into pieces of at most a row's length (a piece that is continued has its true next token as its
-last target, so no prediction is lost to a cut). Pieces are then placed best-fit, longest first:
-each goes to the row with the least space left that still holds it whole.
-
-Why this packing. Joining all documents into one stream and cutting it every so many tokens wastes
-nothing, but it cuts most documents, and truncated documents cost accuracy and make models invent
-context (arXiv:2404.10830, where best-fit packing is from). One document a row keeps documents whole
-but is mostly padding. Best-fit keeps whole every document that fits a row and pads about a percent.
-The rows are a function of the lengths alone: neither micro-batch size nor world size moves a piece.
+cut into pieces of at most a row's length, of which a continued one has its true next token as its
+last target. Pieces are placed best-fit, longest first: each goes whole to the row with the least
+space left. Joining all documents into one stream would pad nothing, but cuts most of them, which
+costs accuracy (Source: arXiv:2404.10830, where best-fit packing is from); this pads about a
+percent. Rows depend on the lengths alone: no micro-batch size or world size moves a piece.
 
 Owns placing and assembling; it knows nothing of text, files or the order in which rows are read.
 """
@@ -17,7 +13,6 @@ Owns placing and assembling; it knows nothing of text, files or the order in whi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -101,22 +96,15 @@ class PackedRows:
         row_of_piece = best_fit_rows(pieces.lengths, row_length=sequence_length)
         by_row = np.argsort(row_of_piece, kind="stable")
         self.pieces = Pieces(
-            starts=pieces.starts[by_row],
-            lengths=pieces.lengths[by_row],
-            documents=pieces.documents[by_row],
+            pieces.starts[by_row], pieces.lengths[by_row], pieces.documents[by_row]
         )
         self.num_rows = int(row_of_piece.max(initial=-1)) + 1
         self._row_ends = np.cumsum(np.bincount(row_of_piece, minlength=self.num_rows))
 
-    @cached_property
-    def num_predictions(self) -> int:
-        """How many tokens of all rows are not padding."""
-        return int(self.pieces.lengths.sum())
-
     @property
     def utilization(self) -> float:
         """The share of tokens that are not padding."""
-        return self.num_predictions / max(self.num_rows * self.sequence_length, 1)
+        return int(self.pieces.lengths.sum()) / max(self.num_rows * self.sequence_length, 1)
 
     def row_pieces(self, row: int) -> range:
         """Which pieces lie in `row`, in order."""

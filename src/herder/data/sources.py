@@ -16,10 +16,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
-from herder.data.packages import PACKAGES, fetch
+from herder.data.packages import fetch
 from herder.errors import DataError, close_match
 
 _SUFFIXES = (".txt", ".jsonl", ".json")
@@ -49,7 +49,7 @@ def open_source(source: str, *, text_key: str = "text") -> Source:
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}.")
         return Source(source, files, text_key, is_folder=True)
     if not path.is_file():
-        hint = close_match(source, [name for name in PACKAGES if name == "wikipedia-leads"])
+        hint = close_match(source, ["wikipedia-leads"])
         raise DataError(f"No corpus {source!r}: neither a file, a folder nor a known name. {hint}")
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path} ends in {path.suffix!r}; known: {', '.join(_SUFFIXES)}.")
@@ -61,8 +61,9 @@ def documents(source: Source, *, max_documents: int | None = None) -> Iterator[s
 
     Raises DataError where nothing is left.
     """
+    texts = (text for path in source.files for text in _texts(path, source) if text.strip())
     found = False
-    for text in islice(_all_documents(source), max_documents):
+    for text in islice(texts, max_documents):
         found = True
         yield text
     if not found:
@@ -88,52 +89,39 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _all_documents(source: Source) -> Iterator[str]:
-    for path in source.files:
-        if path.suffix == ".txt":
-            texts = _whole_file(path) if source.is_folder else _paragraphs(path)
-        elif path.suffix == ".jsonl":
-            texts = _json_lines(path, source.text_key)
-        else:
-            texts = _json_entries(path, source.text_key)
-        yield from (text for text in texts if text.strip())
+def _texts(path: Path, source: Source) -> Iterable[str]:
+    if path.suffix == ".jsonl":
+        return _json_lines(path, source.text_key)
+    if path.suffix == ".json":
+        return _json_entries(path, source.text_key)
+    return [_whole_file(path)] if source.is_folder else _paragraphs(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Line numbers from 1, and lines with their ends."""
+    number = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                yield number, _decode(line, path, number)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _decode(line: bytes, path: Path, number: int) -> str:
-    try:
-        text = line.decode("utf-8")
+                text = line.decode("utf-8")
+                yield number, text.removeprefix(_BOM) if number == 1 else text
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, line {number}: byte {error.object[error.start]:#04x} at column "
             f"{error.start + 1} is not UTF-8. Convert the file, or remove the line."
         ) from None
-    return text.removeprefix(_BOM) if number == 1 else text
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _whole_file(path: Path) -> Iterator[str]:
-    yield "".join(line for _, line in _lines(path))
+def _whole_file(path: Path) -> str:
+    return "".join(line for _, line in _lines(path))
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
-    block: list[str] = []
-    for _, line in _lines(path):
-        if line.strip():
-            block.append(line)
-        elif block:
-            yield "".join(block).rstrip("\r\n")
-            block = []
-    if block:
-        yield "".join(block).rstrip("\r\n")
+    for is_text, lines in groupby(_lines(path), key=lambda line: bool(line[1].strip())):
+        if is_text:
+            yield "".join(line for _, line in lines).rstrip("\r\n")
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[str]:
@@ -144,9 +132,9 @@ def _json_lines(path: Path, text_key: str) -> Iterator[str]:
 
 
 def _json_entries(path: Path, text_key: str) -> Iterator[str]:
-    content = _parse("".join(line for _, line in _lines(path)), str(path))
+    content = _parse(_whole_file(path), str(path))
     if not isinstance(content, (list, dict)):
-        raise DataError(f"{path} holds {_kind(content)}, not a list or object of entries.")
+        raise DataError(f"{path} holds {_shown(content)}, not a list or object of entries.")
     entries: Iterable[tuple[object, object]] = (
         content.items() if isinstance(content, dict) else enumerate(content, 1)
     )
@@ -174,7 +162,7 @@ def _text(entry: object, text_key: str, place: str) -> str:
             )
         entry = entry[text_key]
     if not isinstance(entry, str):
-        raise DataError(f"{place}: the text is {_kind(entry)}, not a string.")
+        raise DataError(f"{place}: the text is {_shown(entry)}, not a string.")
     try:
         entry.encode()
     except UnicodeEncodeError:
@@ -182,6 +170,5 @@ def _text(entry: object, text_key: str, place: str) -> str:
     return entry
 
 
-def _kind(value: object) -> str:
-    names = {"dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
-    return names.get(type(value).__name__, "a string" if isinstance(value, str) else "a number")
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40]

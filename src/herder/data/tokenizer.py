@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from herder.data.chat_template import compile_template
+from herder.data.chat_template import render_template
 from herder.data.detokenize import Detokenizer
 from herder.data.tokenizer_backend import build_backend, named_tokens
 from herder.errors import DataError
@@ -26,50 +26,49 @@ from herder.errors import DataError
 Messages = Sequence[Mapping[str, Any]]
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Noncharacters (Unicode standard, 23.7): no text holds them, and a forged pair only makes text.
-_MARK_OPEN, _MARK_CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"{_MARK_OPEN}([0-9]+){_MARK_CLOSE}")
+# An escaped character is its number between two noncharacters (Unicode standard, 23.7).
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_ESCAPED = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class Tokenizer:
-    """One model's tokenizer. Build it with `load_tokenizer` or `build_tokenizer`."""
+    """One model's tokenizer, from the contents of its files. `load_tokenizer` reads them."""
 
     def __init__(
         self,
         tokenizer_json: str,
         *,
-        settings: Mapping[str, Any],
-        eos_token_ids: frozenset[int],
-        chat_templates: Mapping[str, str],
-        place: str,
+        settings: Mapping[str, Any] | None = None,
+        configs: Iterable[Mapping[str, Any]] = (),
+        chat_template: str | None = None,
+        place: str = "The tokenizer",
     ) -> None:
-        """`settings`: tokenizer_config.json. `place`: where errors say the tokenizer is from."""
-        self._backend = build_backend(tokenizer_json, settings, place)
-        self._sources = (tokenizer_json, settings, place)
+        """`settings`: tokenizer_config.json. `configs`: generation_config.json and config.json.
+
+        `chat_template`: wins over the one in the settings. `place`: where errors say it is from.
+        """
+        settings = settings or {}
         self._place = place
-        self._chat_templates = dict(chat_templates)
-        self._compiled: dict[str, Callable[..., str]] = {}
+        self._backend = build_backend(tokenizer_json, settings, place)
+        self._chat_templates = _chat_templates(chat_template, settings.get("chat_template"))
         self.special_tokens = named_tokens(settings)
         """bos_token, eos_token, ... as text, by name: variables of chat templates."""
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         """The tokenizer's own end of text; None where it names none."""
-        own = frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
-        self.eos_token_ids = own | eos_token_ids
+        own = set() if self.eos_token_id is None else {self.eos_token_id}
+        self.eos_token_ids = frozenset(own.union(*map(_end_ids, configs)))
         """Every id that ends an answer: of the tokenizer, the model's and the generation config."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """The largest id plus 1."""
         added = self._backend.get_added_tokens_decoder()
-        self._special = {token.content: (i, token) for i, token in added.items() if token.special}
-        self.special_token_ids = frozenset(i for i, _ in self._special.values())
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self.special_token_ids = frozenset(self._special.values())
         decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
         self._is_byte_level = '"ByteLevel"' in decoder
-        self.byte_token_ids = (
-            frozenset(i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
-            if '"ByteFallback"' in decoder
-            else frozenset()
-        )
+        named_bytes = (i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+        self._byte_token_ids = frozenset(named_bytes if '"ByteFallback"' in decoder else ())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -80,7 +79,7 @@ class Tokenizer:
     @cached_property
     def _text_backend(self) -> Backend:
         """The same tokenizer, blind to control tokens: a switch that is not for two threads."""
-        backend = build_backend(*self._sources)
+        backend = deepcopy(self._backend)
         backend.encode_special_tokens = True
         return backend
 
@@ -91,231 +90,144 @@ class Tokenizer:
             return self.eos_token_id
         return min(self.eos_token_ids, default=None)
 
-    def encode(
-        self, text: str, *, add_special_tokens: bool, control_tokens_are_text: bool = False
-    ) -> list[int]:
-        """The ids of `text`.
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of `text`, in which control tokens are read as such.
 
         With `add_special_tokens` the tokenizer's beginning (and end) of text is added, unless the
-        text already begins with it. With `control_tokens_are_text` nothing in `text` becomes a
-        control token. Raises DataError for half a surrogate pair.
+        text already begins with it. Raises DataError for half a surrogate pair.
         """
-        options = {"control_tokens_are_text": control_tokens_are_text}
-        return self.encode_batch([text], add_special_tokens=add_special_tokens, **options)[0]
-
-    def encode_batch(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        control_tokens_are_text: bool = False,
-    ) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
-        backend = self._text_backend if control_tokens_are_text else self._backend
         try:
-            encodings: list[Encoding] = backend.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError):
-            bad = next(text for text in texts if not _is_encodable(text))
             raise DataError(
-                f"{bad[:40]!r} holds half of a surrogate pair, which is no character."
+                f"{text[:40]!r} holds half of a surrogate pair, which is no character."
             ) from None
-        return [self._with_one_bos(encoding.ids) for encoding in encodings]
+        return self._with_one_bos(ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Training documents: as the tokenizer begins a text, and `end_token_id` at the end, once.
+        """Whole documents: as the tokenizer begins a text, and `end_token_id` at the end, once.
 
-        What looks like a control token inside a document is text.
+        What looks like a control token inside a document is text. Uses all cores.
         """
-        encoded = self.encode_batch(texts, add_special_tokens=True, control_tokens_are_text=True)
-        end = self.end_token_id
-        return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
+        end = [] if self.end_token_id is None else [self.end_token_id]
+        encodings = self._text_backend.encode_batch_fast(list(texts))
+        encoded = [self._with_one_bos(encoding.ids) for encoding in encodings]
+        return [ids if ids[-1:] == end else ids + end for ids in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids that no token has (a padded vocabulary) have no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(
-        self, *, context: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> Detokenizer:
+    def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
         """A streaming decoder of one answer that follows `context`, the prompt's ids."""
-        return Detokenizer(self, context=context, skip_special_tokens=skip_special_tokens)
-
-    def is_token(self, token_id: int) -> bool:
-        """Whether the vocabulary has this id: a model's may be padded, or have holes."""
-        return self._backend.id_to_token(token_id) is not None
+        held = self._byte_token_ids | self.special_token_ids
+        return Detokenizer(
+            self.decode,
+            ends_no_text=lambda i: i in held or self._backend.id_to_token(i) is None,
+            context=context,
+        )
 
     def num_bytes(self, token_id: int) -> int:
         """How many UTF-8 bytes of text a token stands for; 0 for a control token."""
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self.special_token_ids:
             return 0
-        if token_id in self.byte_token_ids:
+        if token_id in self._byte_token_ids:
             return 1
         return len(token) if self._is_byte_level else len(self.decode([token_id]).encode())
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model's files say how a chat is written."""
         return bool(self._chat_templates)
 
-    def render_chat(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The chat as the model reads it. `variables` go to the template (enable_thinking=False).
+    def render_chat(self, messages: Messages, **variables: Any) -> str:
+        """The chat as the model reads it.
 
-        Raises DataError where the model has no template, or its template rejects the messages.
+        `variables` go to the template: tools, add_generation_prompt (True unless given) and its
+        own. Raises DataError where there is no template, or it rejects the messages.
         """
-        return self._template(with_tools=bool(tools))(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **{**self.special_tokens, **variables},
-        )
+        if not self._chat_templates:
+            raise DataError(
+                f"{self._place} has no chat template. Use plain completion instead of chat, or put "
+                "a chat_template.jinja beside its tokenizer."
+            )
+        preferred = ["tool_use", "default"] if variables.get("tools") else ["default"]
+        name = next(n for n in [*preferred, *self._chat_templates] if n in self._chat_templates)
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        given = {**defaults, **self.special_tokens, **variables, "messages": list(messages)}
+        return render_template(self._chat_templates[name], given)
 
-    def encode_chat(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of `render_chat`. Only the template writes control tokens: what looks like one in
         a message is text. Beginning of text is the template's to write, and is there at most once.
         """
-        marked, typed = self._mark_control_tokens(messages)
-        rendered = self.render_chat(
-            marked, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        if not typed:
+        rendered = self.render_chat([self._escape(each) for each in messages], **variables)
+        if _OPEN not in rendered:
             return self.encode(rendered, add_special_tokens=False)
-        return self._with_one_bos(self._encode_marked(rendered, typed))
+        # Control tokens cut a text into parts that are encoded by themselves.
+        ids: list[int] = []
+        end = 0
+        encoding = self._backend.encode(rendered, add_special_tokens=False)
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            # A part may have the control token for unknown characters in it.
+            if self._special.get(rendered[start:stop].strip()) == token_id:
+                ids += [*self._escaped_ids(rendered[end:start]), token_id]
+                end = stop
+        return self._with_one_bos(ids + self._escaped_ids(rendered[end:]))
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
-            return ids[1:]
-        return ids
-
-    def _template(self, *, with_tools: bool) -> Callable[..., str]:
-        if not self._chat_templates:
-            raise DataError(
-                f"{self._place} has no chat template. Use plain completion instead of chat, or put "
-                "a chat_template.jinja beside its tokenizer."
-            )
-        preferred = ("tool_use", "default") if with_tools else ("default",)
-        known = self._chat_templates
-        name = next((name for name in preferred if name in known), next(iter(known)))
-        if name not in self._compiled:
-            self._compiled[name] = compile_template(known[name])
-        return self._compiled[name]
+        is_doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if is_doubled else ids
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        """Any control token, the longest that fits."""
+    def _escape_pattern(self) -> re.Pattern[str]:
+        """Any control token, the longest that fits, and what escapes are written with."""
         contents = sorted(self._special, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, contents))) if contents else None
+        return re.compile("|".join(map(re.escape, [*contents, _OPEN, _CLOSE])))
 
-    def _mark_control_tokens(self, messages: Messages) -> tuple[list[Any], list[str]]:
-        """The messages with a mark for each control token in them, and what was replaced."""
-        typed: list[str] = []
+    def _escape(self, value: Any) -> Any:
+        """A message in which no control token can be read; `_escaped_ids` is told what they were.
 
-        def mark(match: re.Match[str]) -> str:
-            typed.append(match.group())
-            return f"{_MARK_OPEN}{len(typed) - 1}{_MARK_CLOSE}"
-
-        def walk(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._special_pattern.sub(mark, value) if self._special_pattern else value
-            if isinstance(value, Mapping):
-                return {key: walk(item) for key, item in value.items()}
-            return [walk(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-        return [walk(message) for message in messages], typed
-
-    def _encode_marked(self, rendered: str, typed: list[str]) -> list[int]:
-        """The ids of a rendered chat in which marks stand for what the messages had typed.
-
-        Control tokens cut a text into parts that are encoded by themselves, so this gives the ids
-        the tokenizer would give if it could tell the template's control tokens from the typed ones.
+        Every character of one is escaped: what is left of a token may hold another.
         """
-
-        def restore(match: re.Match[str]) -> str:
-            index = int(match.group(1))
-            return typed[index] if index < len(typed) else match.group()
-
-        assert self._special_pattern is not None, f"{len(typed)} control tokens, but none is known"
-        ids: list[int] = []
-        end, strip_next = 0, False
-        for match in [*self._special_pattern.finditer(rendered), None]:
-            text = rendered[end : match.start() if match else len(rendered)]
-            token_id, token = self._special[match.group()] if match else (None, None)
-            text = text.lstrip() if strip_next else text
-            text = text.rstrip() if token is not None and token.lstrip else text
-            ids += self.encode(
-                _MARK.sub(restore, text), add_special_tokens=False, control_tokens_are_text=True
+        if isinstance(value, str):
+            return self._escape_pattern.sub(
+                lambda found: "".join(f"{_OPEN}{ord(each)}{_CLOSE}" for each in found.group()),
+                value,
             )
-            if match and token_id is not None and token is not None:
-                ids.append(token_id)
-                end, strip_next = match.end(), token.rstrip
-        return ids
+        if isinstance(value, Mapping):
+            return {key: self._escape(item) for key, item in value.items()}
+        return list(map(self._escape, value)) if isinstance(value, (list, tuple)) else value
+
+    def _escaped_ids(self, text: str) -> list[int]:
+        text = _ESCAPED.sub(lambda found: chr(int(found.group(1))), text)
+        return self._text_backend.encode(text, add_special_tokens=False).ids
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a model's folder, or a single tokenizer.json.
 
-    Reads tokenizer.json and, where they are, tokenizer_config.json, generation_config.json,
-    config.json and chat_template.jinja. Raises DataError where one is missing or damaged.
+    Reads, where they lie beside it, tokenizer_config.json, generation_config.json, config.json and
+    chat_template.jinja. Raises DataError where a file is missing or damaged.
     """
     path = Path(path).expanduser()
-    folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"No tokenizer at {path}: {file} does not exist.")
-    if not path.is_dir() and path.name != "tokenizer.json":
-        return build_tokenizer(_read(file), place=str(path))
-    template = folder / "chat_template.jinja"
-    return build_tokenizer(
+    template = file.with_name("chat_template.jinja")
+    return Tokenizer(
         _read(file),
-        tokenizer_config=_read_object(folder / "tokenizer_config.json"),
-        generation_config=_read_object(folder / "generation_config.json"),
-        model_config=_read_object(folder / "config.json"),
+        settings=_read_object(file.with_name("tokenizer_config.json")),
+        configs=[
+            _read_object(file.with_name(name)) for name in ("generation_config.json", "config.json")
+        ],
         chat_template=_read(template) if template.is_file() else None,
         place=str(path),
-    )
-
-
-def build_tokenizer(
-    tokenizer_json: str,
-    *,
-    tokenizer_config: Mapping[str, Any] | None = None,
-    generation_config: Mapping[str, Any] | None = None,
-    model_config: Mapping[str, Any] | None = None,
-    chat_template: str | None = None,
-    place: str = "The tokenizer",
-) -> Tokenizer:
-    """A tokenizer from the contents of a model's files; absent ones are None."""
-    settings = dict(tokenizer_config or {})
-    ends: set[int] = set()
-    for config in (generation_config or {}, model_config or {}):
-        for holder in (config, config.get("text_config") or {}):
-            given = holder.get("eos_token_id")
-            ends.update([given] if isinstance(given, int) else given or ())
-    return Tokenizer(
-        tokenizer_json,
-        settings=settings,
-        eos_token_ids=frozenset(ends),
-        chat_templates=_chat_templates(chat_template, settings.get("chat_template")),
-        place=place,
     )
 
 
@@ -329,16 +241,17 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, model: str) -> No
         )
 
 
+def _end_ids(config: Mapping[str, Any]) -> set[int]:
+    given = [(part or {}).get("eos_token_id") for part in (config, config.get("text_config"))]
+    return {i for ids in given for i in ([ids] if isinstance(ids, int) else ids or ())}
+
+
 def _chat_templates(file: str | None, setting: object) -> dict[str, str]:
     """Templates by name. The file wins over the key of tokenizer_config.json, as published."""
-    templates: dict[str, str] = {}
-    if isinstance(setting, str):
-        templates["default"] = setting
-    elif isinstance(setting, list):
-        templates |= {entry["name"]: entry["template"] for entry in setting}
-    if file is not None:
-        templates["default"] = file
-    return templates
+    named = setting if isinstance(setting, list) else []
+    templates = {entry["name"]: entry["template"] for entry in named}
+    default = file or setting
+    return {**templates, "default": default} if isinstance(default, str) else templates
 
 
 def _read(path: Path) -> str:
@@ -348,9 +261,10 @@ def _read(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file."""
     if not path.is_file():
-        return None
+        return {}
     try:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
@@ -358,11 +272,3 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds {type(content).__name__}, not a JSON object.")
     return content
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,8 +1,8 @@
 """What a model should compute, stored or made: rows of tokens with the logits they must give.
 
 Owns the layout of a stored case: input_ids, attention_mask, position_ids [R, T], logits [R, T, V],
-greedy [R, G] and hidden_row0 [L+1, T, D], one .npy file each. Padding is stripped on reading: rows
-are ragged from here on. Knows neither the decoder nor where the numbers came from.
+greedy [R, G] and, if known, hidden_row0 [L+1, T, D], one .npy file each. Padding is stripped on
+reading: rows are ragged from here on. Knows neither the decoder nor where the numbers came from.
 
 Legend: R rows, T tokens of one row, V vocabulary, G greedy tokens, L layers, D hidden.
 """
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from herder.errors import ModelError
+
+_NAMES = ("input_ids", "attention_mask", "position_ids", "logits", "greedy")
 
 
 @dataclass(frozen=True)
@@ -45,48 +47,33 @@ class Golden:
 
 def read_golden(folder: Path) -> Golden:
     """A stored case. Raises ModelError naming what is missing or does not fit."""
-    arrays = {
-        name: _load(folder / f"{name}.npy")
-        for name in ("input_ids", "attention_mask", "position_ids", "logits", "greedy")
-    }
-    hidden = folder / "hidden_row0.npy"
-    return build_golden(
-        str(folder), **arrays, hidden_row0=_load(hidden) if hidden.is_file() else None
-    )
+    names = [*_NAMES, *(["hidden_row0"] if (folder / "hidden_row0.npy").is_file() else [])]
+    return build_golden(str(folder), **{name: _load(folder / f"{name}.npy") for name in names})
 
 
-def build_golden(
-    origin: str,
-    *,
-    input_ids: NDArray[np.generic],
-    attention_mask: NDArray[np.generic],
-    position_ids: NDArray[np.generic],
-    logits: NDArray[np.generic],
-    greedy: NDArray[np.generic],
-    hidden_row0: NDArray[np.generic] | None,
-) -> Golden:
-    """A case from its arrays: padding, wherever the mask is 0, stripped."""
-    shape = input_ids.shape
-    if len(shape) != 2 or not (
-        attention_mask.shape == position_ids.shape == logits.shape[:2] == shape
-        and logits.ndim == 3
-        and greedy.ndim == 2
-        and len(greedy) == len(input_ids)
+def build_golden(origin: str, **arrays: NDArray[np.generic]) -> Golden:
+    """A case from its arrays by name: padding, wherever the mask is 0, stripped."""
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    ids, mask, positions, logits, greedy = (given[name] for name in _NAMES)
+    if (ids.ndim, logits.ndim, greedy.ndim) != (2, 3, 2) or not (
+        ids.shape == mask.shape == positions.shape == logits.shape[:2] and len(ids) == len(greedy)
     ):
-        given = [array.shape for array in (input_ids, attention_mask, position_ids, logits, greedy)]
-        raise ModelError(f"{origin}: arrays of shapes {given} are not one case of rows and tokens.")
-    kept = [torch.from_numpy(mask != 0) for mask in attention_mask]
+        shapes = [arrays[name].shape for name in _NAMES]
+        raise ModelError(
+            f"{origin}: arrays of shapes {shapes} are not one case of rows and tokens."
+        )
+    kept = mask != 0
     rows = tuple(
         Row(
-            tokens_T=torch.from_numpy(input_ids[row]).long()[keep],
-            positions_T=torch.from_numpy(position_ids[row]).long()[keep],
-            logits_TV=torch.from_numpy(logits[row]).float()[keep],
-            greedy_G=torch.from_numpy(greedy[row]).long(),
+            tokens_T=ids[row].long()[keep],
+            positions_T=positions[row].long()[keep],
+            logits_TV=logits[row].float()[keep],
+            greedy_G=greedy[row].long(),
         )
         for row, keep in enumerate(kept)
     )
-    hidden = None if hidden_row0 is None else torch.from_numpy(hidden_row0).float()[:, kept[0]]
-    return Golden(origin, rows, hidden)
+    hidden = given.get("hidden_row0")
+    return Golden(origin, rows, None if hidden is None else hidden.float()[:, kept[0]])
 
 
 def _load(path: Path) -> NDArray[np.generic]:
@@ -94,8 +81,8 @@ def _load(path: Path) -> NDArray[np.generic]:
         return np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise ModelError(
-            f"{path} is missing: a golden folder holds input_ids, attention_mask, position_ids, "
-            "logits and greedy, one .npy file each, and hidden_row0 for the layers."
+            f"{path} is missing: a golden folder holds {', '.join(_NAMES)}, one .npy file each, "
+            "and hidden_row0 for the layers."
         ) from None
     except (OSError, ValueError, EOFError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from None

@@ -10,27 +10,23 @@ from typing import Literal
 
 import torch
 
-from herder.checkpoint.huggingface import load_weights
+from herder.checkpoint.huggingface import load_decoder
 from herder.checkpoint.metadata import read_meta
 from herder.checkpoint.source import ModelSource
-from herder.config.architecture import ArchitectureConfig
 from herder.config.run import DataConfig
 from herder.data.sources import documents, is_held_out, open_source
-from herder.errors import ConfigError, DataError
-from herder.model.build import build_decoder
+from herder.errors import ConfigError
 from herder.model.decoder import Decoder
 
 Precision = Literal["fp32", "bf16"]
 Split = Literal["validation", "all"]
 
 
-def load_model(source: ModelSource, *, precision: Precision) -> tuple[Decoder, torch.device]:
+def load_model(source: ModelSource, *, precision: Precision) -> Decoder:
     """The model with its weights in `precision`, on the GPU where there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    decoder = build_decoder(source.architecture, dtype=dtype)
-    load_weights(decoder, source, dtype=dtype, device=device)
-    return decoder.eval(), device
+    return load_decoder(source, dtype=dtype, device=device).eval()
 
 
 def data_of(source: ModelSource) -> DataConfig:
@@ -40,9 +36,9 @@ def data_of(source: ModelSource) -> DataConfig:
     return DataConfig.model_validate(read_meta(source.folder).config["data"])
 
 
-def window_tokens(architecture: ArchitectureConfig, sequence_length: int | None) -> int:
+def window_tokens(source: ModelSource, sequence_length: int | None) -> int:
     """How long a piece of a document may be: what was asked for, else the model's window."""
-    window = architecture.max_position_embeddings
+    window = source.architecture.max_position_embeddings
     if sequence_length is not None and sequence_length > window:
         raise ConfigError(
             f"--sequence-length {sequence_length} exceeds the model's window of {window} tokens."
@@ -51,18 +47,8 @@ def window_tokens(architecture: ArchitectureConfig, sequence_length: int | None)
 
 
 def texts_of(config: DataConfig, *, split: Split) -> Iterator[str]:
-    """Documents in order: those that a run with `config` holds out, or all of them.
-
-    Raises DataError where none is held out.
-    """
+    """Documents in order: those that a run with `config` holds out, or all of them."""
     source = open_source(config.source, text_key=config.text_key)
-    found = split == "all"
     for text in documents(source, max_documents=config.max_documents):
         if split == "all" or is_held_out(text, fraction=config.validation_fraction):
-            found = True
             yield text
-    if not found:
-        raise DataError(
-            f"No document of {config.source} is held out at validation_fraction="
-            f"{config.validation_fraction}. Use --split all, or a corpus with more documents."
-        )

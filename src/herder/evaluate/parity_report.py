@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from herder.evaluate.parity import ParityReport
 
 
 def report_json(report: ParityReport, *, model: str) -> dict[str, Any]:
-    """All of the report; keys are its field names."""
-    return {
-        "model": model,
-        "reference": report.origin,
-        "passed": report.passed,
-        "tolerance": report.tolerance,
-        "max_abs_difference": report.max_abs_difference,
-        "worst_row": report.worst_row,
-        "worst_position": report.worst_position,
-        "greedy_equal": report.greedy_equal,
-        "greedy_agreement": report.greedy_agreement,
-        "cached_max_abs_difference": report.cached_max_abs_difference,
-        "packed_max_abs_difference": report.packed_max_abs_difference,
-        "first_differing_layer": report.first_differing_layer,
-        "by_layer": dict(zip(_layer_names(report), report.by_layer, strict=True)),
-        "by_position": list(report.by_position),
-    }
+    """All of the report; keys are its field names, but for `reference`, its origin."""
+    figures = asdict(report)
+    by_layer = dict(zip(_layer_names(report), report.by_layer, strict=True))
+    heading = {"model": model, "reference": figures.pop("origin"), "passed": report.passed}
+    return {**heading, **figures, "by_layer": by_layer}
 
 
 def report_text(report: ParityReport, *, model: str) -> str:

@@ -12,10 +12,6 @@ from herder.data.cache import build_once, cache_folder
 from herder.errors import ResourceError
 
 
-def is_whole(folder: Path) -> bool:
-    return (folder / "done").exists()
-
-
 def test_the_environment_moves_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HERDER_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
@@ -32,16 +28,13 @@ def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
         built.append(fresh)
 
     target = tmp_path / "thing"
-    threads = [
-        threading.Thread(target=build_once, args=(target, build), kwargs={"is_whole": is_whole})
-        for _ in range(4)
-    ]
+    threads = [threading.Thread(target=build_once, args=(target, build)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(built) == 1
-    assert is_whole(target)
+    assert (target / "done").exists()
 
 
 def test_a_failed_build_leaves_nothing_and_the_next_one_may_succeed(tmp_path: Path) -> None:
@@ -51,33 +44,25 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_may_succeed(tmp_path: Pa
 
     target = tmp_path / "thing"
     with pytest.raises(ValueError, match="stopped"):
-        build_once(target, fail, is_whole=is_whole)
+        build_once(target, fail)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    build_once(target, lambda fresh: (fresh / "done").touch(), is_whole=is_whole)
-    assert is_whole(target)
+    build_once(target, lambda fresh: (fresh / "done").touch())
+    assert (target / "done").exists()
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".thing.abc").mkdir()
     (tmp_path / ".thing.abc" / "half").touch()
     (tmp_path / ".other.abc").mkdir()
-    build_once(tmp_path / "thing", lambda fresh: (fresh / "done").touch(), is_whole=is_whole)
+    build_once(tmp_path / "thing", lambda fresh: (fresh / "done").touch())
     folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert folders == {"thing", ".other.abc"}
-
-
-def test_what_is_damaged_is_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "thing"
-    target.mkdir()
-    (target / "rest").touch()
-    build_once(target, lambda fresh: (fresh / "done").touch(), is_whole=is_whole)
-    assert [path.name for path in target.iterdir()] == ["done"]
 
 
 def test_a_cache_that_cannot_be_written_says_what_would_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="HERDER_CACHE"):
-        build_once(tmp_path / "file" / "thing", Path.touch, is_whole=is_whole)
+        build_once(tmp_path / "file" / "thing", Path.touch)
 
 
 def test_a_full_disk_says_what_would_do(tmp_path: Path) -> None:
@@ -85,4 +70,4 @@ def test_a_full_disk_says_what_would_do(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device", str(fresh))
 
     with pytest.raises(ResourceError, match=r"No space left on device\. Free some space"):
-        build_once(tmp_path / "thing", fill, is_whole=is_whole)
+        build_once(tmp_path / "thing", fill)

@@ -6,16 +6,15 @@ import re
 
 import pytest
 
-from herder.data.chat_template import compile_template
+from herder.data.chat_template import render_template
 from herder.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "a<b 今"}]
 
 
 def render(source: str) -> str:
-    return compile_template(source)(
-        MESSAGES, tools=None, add_generation_prompt=True, bos_token="<s>"
-    )
+    given = {"messages": MESSAGES, "add_generation_prompt": True, "bos_token": "<s>"}
+    return render_template(source, given)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +54,4 @@ def test_what_a_template_may_not_do_is_an_error(source: str, reason: str) -> Non
 
 def test_a_template_that_does_not_parse_is_refused_by_line() -> None:
     with pytest.raises(DataError, match="line 2"):
-        compile_template("x\n{% if %}")
+        render("x\n{% if %}")

@@ -11,7 +11,7 @@ import pytest
 from herder.config.run import DataConfig
 from herder.data.corpus import DocumentTokens, prepare_corpus
 from herder.data.sources import is_held_out
-from herder.data.tokenizer import Tokenizer, build_tokenizer
+from herder.data.tokenizer import Tokenizer
 from herder.errors import DataError
 
 TEXTS = [f"The fox number {index} 今天" for index in range(300)]
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tokenizer(small_tokenizer_json: str) -> Tokenizer:
-    return build_tokenizer(small_tokenizer_json, tokenizer_config={"eos_token": "</s>"})
+    return Tokenizer(small_tokenizer_json, settings={"eos_token": "</s>"})
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_texts_settings_and_tokenizer_all_make_another_corpus(
     config: DataConfig, tokenizer: Tokenizer, small_tokenizer_json: str
 ) -> None:
     prints = {prepare_corpus(config, tokenizer).fingerprint}
-    prints.add(prepare_corpus(config, build_tokenizer(small_tokenizer_json)).fingerprint)
+    prints.add(prepare_corpus(config, Tokenizer(small_tokenizer_json)).fingerprint)
     fewer = config.model_copy(update={"max_documents": 50})
     prints.add(prepare_corpus(fewer, tokenizer).fingerprint)
     Path(config.source).write_text('"another text"\n"and one more"\n')

@@ -7,7 +7,7 @@ import pytest
 
 from herder.data.dataset import TokenDataset
 from herder.data.packing import PackedRows
-from herder.errors import ConfigError
+from herder.errors import ConfigError, DataError
 
 
 def packed_rows() -> PackedRows:
@@ -21,7 +21,6 @@ def test_a_step_holds_global_batch_tokens_in_micro_batches_of_exactly_t_tokens()
     dataset = TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=128, seed=0)
     batches = dataset.micro_batches(7)
     assert [batch.num_tokens for batch in batches] == [32] * 4
-    assert dataset.micro_batch_tokens == 32
 
 
 def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_that_is() -> None:
@@ -33,3 +32,9 @@ def test_ranks_that_do_not_divide_the_micro_batches_are_refused() -> None:
     dataset = TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=128, seed=0)
     with pytest.raises(ConfigError, match="3 data-parallel ranks do not divide the 4"):
         dataset.micro_batches(0, shard_index=0, num_shards=3)
+
+
+def test_an_empty_corpus_is_refused() -> None:
+    empty = PackedRows(np.zeros(0, np.uint16), np.zeros(1, np.int64), sequence_length=16)
+    with pytest.raises(DataError, match="empty"):
+        TokenDataset(empty, micro_batch_size=1, global_batch_tokens=16, seed=0)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from herder.data.tokenizer import Tokenizer, build_tokenizer
+from herder.data.tokenizer import Tokenizer
 
 
 def byte_fallback_json() -> str:
@@ -33,22 +33,20 @@ def byte_fallback_json() -> str:
 @pytest.fixture(params=["byte_level", "byte_fallback"])
 def tokenizer(request: pytest.FixtureRequest, small_tokenizer_json: str) -> Tokenizer:
     stored = small_tokenizer_json if request.param == "byte_level" else byte_fallback_json()
-    return build_tokenizer(stored)
+    return Tokenizer(stored)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
-    decoder = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = tokenizer.detokenizer()
     return [*(decoder.add(token_id) for token_id in ids), decoder.finish()]
 
 
-@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_ids_joined_are_the_decoded_whole(tokenizer: Tokenizer, seed: int, skip: bool) -> None:
+def test_any_ids_joined_are_the_decoded_whole(tokenizer: Tokenizer, seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(20):
         ids = [generator.randrange(tokenizer.vocab_size + 2) for _ in range(24)]
-        pieces = stream(tokenizer, ids, skip_special_tokens=skip)
-        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip), ids
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids), ids
 
 
 def test_characters_of_several_tokens_come_out_whole(tokenizer: Tokenizer) -> None:
@@ -58,7 +56,7 @@ def test_characters_of_several_tokens_come_out_whole(tokenizer: Tokenizer) -> No
 
 
 def test_text_is_shown_as_soon_as_it_is_certain(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(small_tokenizer_json)
+    tokenizer = Tokenizer(small_tokenizer_json)
     ids = tokenizer.encode("The fox \U0001f600 today", add_special_tokens=False)
     pieces = stream(tokenizer, ids)
     waiting = [index for index, piece in enumerate(pieces[:-1]) if not piece]
@@ -67,7 +65,7 @@ def test_text_is_shown_as_soon_as_it_is_certain(small_tokenizer_json: str) -> No
 
 
 def test_an_unfinished_character_is_replaced_only_at_the_end(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(small_tokenizer_json)
+    tokenizer = Tokenizer(small_tokenizer_json)
     ids = tokenizer.encode("ok \U0001f600", add_special_tokens=False)[:-1]
     pieces = stream(tokenizer, ids)
     assert "\ufffd" not in "".join(pieces[:-1])
@@ -75,7 +73,7 @@ def test_an_unfinished_character_is_replaced_only_at_the_end(small_tokenizer_jso
 
 
 def test_the_space_between_prompt_and_answer_is_kept() -> None:
-    tokenizer = build_tokenizer(byte_fallback_json())
+    tokenizer = Tokenizer(byte_fallback_json())
     vocabulary = json.loads(byte_fallback_json())["model"]["vocab"]
     the, fox = vocabulary["▁the"], vocabulary["▁fox"]
     assert tokenizer.detokenizer().add(fox) == "fox"
@@ -83,7 +81,7 @@ def test_the_space_between_prompt_and_answer_is_kept() -> None:
 
 
 def test_a_character_that_the_prompt_began_is_finished(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(small_tokenizer_json)
+    tokenizer = Tokenizer(small_tokenizer_json)
     ids = tokenizer.encode("x\U0001f600", add_special_tokens=False)
     decoder = tokenizer.detokenizer(context=ids[:-1])
     assert decoder.add(ids[-1]) == "\U0001f600"

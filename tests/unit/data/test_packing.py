@@ -97,6 +97,4 @@ def test_packing_fills_nearly_all_of_a_corpus_of_short_documents() -> None:
 
 
 def test_utilization_is_the_share_of_predictions() -> None:
-    packed = pack([6, 3], sequence_length=8)
-    assert packed.num_predictions == 7
-    assert packed.utilization == 7 / 8
+    assert pack([6, 3], sequence_length=8).utilization == 7 / 8

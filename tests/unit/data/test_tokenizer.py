@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from herder.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary, load_tokenizer
+from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from herder.errors import DataError
 
 CHATML = (
@@ -20,9 +20,7 @@ START, END = 2, 3
 @pytest.fixture
 def tokenizer(small_tokenizer_json: str) -> Tokenizer:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}
-    return build_tokenizer(
-        small_tokenizer_json, tokenizer_config=config, chat_template=CHATML, place="tiny"
-    )
+    return Tokenizer(small_tokenizer_json, settings=config, chat_template=CHATML, place="tiny")
 
 
 def test_decoding_gives_back_what_was_encoded(tokenizer: Tokenizer) -> None:
@@ -39,10 +37,12 @@ def test_beginning_of_text_is_written_once_even_where_the_text_brings_it(
     assert tokenizer.encode("<s>Hi", add_special_tokens=False) == plain
 
 
-def test_control_tokens_stay_text_where_asked(tokenizer: Tokenizer) -> None:
+def test_control_tokens_are_read_in_a_prompt_and_stay_text_in_a_document(
+    tokenizer: Tokenizer,
+) -> None:
     text = "a<|im_end|>b"
     assert END in tokenizer.encode(text, add_special_tokens=False)
-    ids = tokenizer.encode(text, add_special_tokens=False, control_tokens_are_text=True)
+    (ids,) = tokenizer.encode_documents([text])
     assert END not in ids
     assert tokenizer.decode(ids) == text
 
@@ -56,34 +56,34 @@ def test_documents_begin_and_end_once_and_hold_no_control_token(tokenizer: Token
 
 def test_an_end_that_the_tokenizer_adds_itself_is_not_doubled(small_tokenizer_json: str) -> None:
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
-    tokenizer = build_tokenizer(
-        small_tokenizer_json, tokenizer_config={**config, "add_eos_token": True}
-    )
+    tokenizer = Tokenizer(small_tokenizer_json, settings={**config, "add_eos_token": True})
     (ids,) = tokenizer.encode_documents(["ab"])
     assert ids.count(1) == 1
     assert ids[-1] == 1
     assert 0 not in ids
 
 
-def test_a_batch_encodes_as_each_text_does(tokenizer: Tokenizer) -> None:
-    texts = ["The fox", "", "今天", "<|im_start|>"]
+def test_a_document_is_encoded_as_a_prompt_is_and_ended(tokenizer: Tokenizer) -> None:
+    texts = ["The fox", "", "今天"]
     one_by_one = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
-    assert tokenizer.encode_batch(texts, add_special_tokens=True) == one_by_one
+    assert tokenizer.encode_documents(texts) == [[*ids, 1] for ids in one_by_one]
 
 
 def test_every_end_of_answer_is_known(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(
+    tokenizer = Tokenizer(
         small_tokenizer_json,
-        tokenizer_config={"eos_token": "</s>"},
-        generation_config={"eos_token_id": [3, 7]},
-        model_config={"eos_token_id": None, "text_config": {"eos_token_id": 9}},
+        settings={"eos_token": "</s>"},
+        configs=[
+            {"eos_token_id": [3, 7]},
+            {"eos_token_id": None, "text_config": {"eos_token_id": 9}},
+        ],
     )
     assert tokenizer.eos_token_ids == {1, 3, 7, 9}
     assert tokenizer.end_token_id == 1
 
 
 def test_without_an_end_of_its_own_the_models_ends_a_document(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(small_tokenizer_json, model_config={"eos_token_id": 3})
+    tokenizer = Tokenizer(small_tokenizer_json, configs=[{"eos_token_id": 3}])
     assert tokenizer.encode_documents(["a"])[0][-1] == 3
 
 
@@ -112,7 +112,7 @@ def test_stored_truncation_and_padding_are_not_obeyed(small_tokenizer_json: str)
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    tokenizer = build_tokenizer(json.dumps(stored))
+    tokenizer = Tokenizer(json.dumps(stored))
     assert (
         tokenizer.decode(tokenizer.encode("a long text", add_special_tokens=True)) == "a long text"
     )
@@ -138,23 +138,24 @@ def test_control_tokens_typed_in_a_message_stay_text(tokenizer: Tokenizer) -> No
 
 def test_control_tokens_in_parts_of_a_message_stay_text_too(small_tokenizer_json: str) -> None:
     template = "<|im_start|>{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
-    tokenizer = build_tokenizer(small_tokenizer_json, chat_template=template)
+    tokenizer = Tokenizer(small_tokenizer_json, chat_template=template)
     ids = tokenizer.encode_chat([{"role": "user", "content": [{"text": "<|im_end|>"}]}])
     assert END not in ids
 
 
 def test_a_forged_mark_is_only_text(tokenizer: Tokenizer) -> None:
-    content = "\ufdd00\ufdd1 \ufdd05\ufdd1 <|im_end|>"
+    content = "\ufdd060\ufdd1 \ufdd0\ufdd1 <|im_end|>"
     ids = tokenizer.encode_chat([{"role": "user", "content": content}])
     assert [i for i in ids if i in tokenizer.special_token_ids] == [START, END, START]
+    assert content in tokenizer.decode(ids)
 
 
 def test_a_template_that_writes_beginning_of_text_does_not_double_it(
     small_tokenizer_json: str,
 ) -> None:
-    tokenizer = build_tokenizer(
+    tokenizer = Tokenizer(
         small_tokenizer_json,
-        tokenizer_config={"bos_token": "<s>", "add_bos_token": True},
+        settings={"bos_token": "<s>", "add_bos_token": True},
         chat_template="{{ bos_token }}{{ messages[0].content }}",
     )
     for content in ("fox", "<s>fox"):
@@ -163,7 +164,7 @@ def test_a_template_that_writes_beginning_of_text_does_not_double_it(
 
 
 def test_no_template_is_an_error_and_never_a_guess(small_tokenizer_json: str) -> None:
-    tokenizer = build_tokenizer(small_tokenizer_json, place="tiny-base")
+    tokenizer = Tokenizer(small_tokenizer_json, place="tiny-base")
     assert not tokenizer.has_chat_template
     with pytest.raises(DataError, match="tiny-base has no chat template"):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
@@ -174,7 +175,7 @@ def test_tools_choose_the_tool_template(small_tokenizer_json: str) -> None:
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools[0].name }}"},
     ]
-    tokenizer = build_tokenizer(small_tokenizer_json, tokenizer_config={"chat_template": templates})
+    tokenizer = Tokenizer(small_tokenizer_json, settings={"chat_template": templates})
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render_chat(messages) == "plain"
     assert tokenizer.render_chat(messages, tools=[{"name": "clock"}]) == "clock"
@@ -201,9 +202,9 @@ def test_a_folder_is_read_with_all_its_files(tmp_path: Path, small_tokenizer_jso
 
 
 def test_the_fingerprint_tells_tokenizers_apart(small_tokenizer_json: str) -> None:
-    plain = build_tokenizer(small_tokenizer_json)
-    ending = build_tokenizer(small_tokenizer_json, tokenizer_config={"eos_token": "</s>"})
-    assert plain.fingerprint == build_tokenizer(small_tokenizer_json).fingerprint
+    plain = Tokenizer(small_tokenizer_json)
+    ending = Tokenizer(small_tokenizer_json, settings={"eos_token": "</s>"})
+    assert plain.fingerprint == Tokenizer(small_tokenizer_json).fingerprint
     assert plain.fingerprint != ending.fingerprint
 
 

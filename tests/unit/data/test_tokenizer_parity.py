@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer as Backend
 
-from herder.data.tokenizer import build_tokenizer
+from herder.data.tokenizer import Tokenizer
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -38,9 +38,7 @@ SETTINGS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def both(stored: str, template: str, **settings: Any) -> tuple[Any, Any]:
-    ours = build_tokenizer(
-        stored, tokenizer_config={**SETTINGS, **settings}, chat_template=template
-    )
+    ours = Tokenizer(stored, settings={**SETTINGS, **settings}, chat_template=template)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(stored), chat_template=template, **SETTINGS, **settings
     )

@@ -8,7 +8,6 @@ import pytest
 
 from herder.config.run import DataConfig
 from herder.data.sources import is_held_out
-from herder.errors import DataError
 from herder.evaluate.model import texts_of
 
 
@@ -25,9 +24,3 @@ def test_only_what_training_holds_out_is_scored(config: DataConfig) -> None:
     assert len(everything) == 200
     assert held_out == [text for text in everything if is_held_out(text, fraction=0.1)]
     assert 0 < len(held_out) < 60
-
-
-def test_nothing_held_out_is_an_error_that_says_what_would_do(config: DataConfig) -> None:
-    tiny = config.model_copy(update={"validation_fraction": 1e-9})
-    with pytest.raises(DataError, match="--split all"):
-        list(texts_of(tiny, split="validation"))

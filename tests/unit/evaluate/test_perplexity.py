@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from herder.data.tokenizer import Tokenizer, build_tokenizer
+from herder.data.corpus import DocumentTokens
+from herder.data.tokenizer import Tokenizer
 from herder.errors import DataError, ModelError
 from herder.evaluate.perplexity import (
-    EncodedDocuments,
     PerplexityResult,
     encode_for_scoring,
     evaluate_perplexity,
@@ -22,7 +22,6 @@ from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
 
 TEXTS = ["The quick brown fox", "今天天气", "How is the weather today? " * 4, "a"]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +35,18 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def tokenizer(small_tokenizer_json: str) -> Tokenizer:
-    return build_tokenizer(small_tokenizer_json, tokenizer_config={"eos_token": "</s>"})
+    return Tokenizer(small_tokenizer_json, settings={"eos_token": "</s>"})
 
 
-def documents_of(tokenizer: Tokenizer, texts: list[str]) -> EncodedDocuments:
+def documents_of(tokenizer: Tokenizer, texts: list[str]) -> DocumentTokens:
     return encode_for_scoring(tokenizer, texts, max_tokens=10**6)
 
 
-def alone(decoder: Decoder, documents: EncodedDocuments, *, window: int) -> list[float]:
+def num_predictions(documents: DocumentTokens) -> int:
+    return documents.num_tokens - documents.num_documents
+
+
+def alone(decoder: Decoder, documents: DocumentTokens, *, window: int) -> list[float]:
     """Each document's nats, piece by piece, by the plain maths."""
     nats = []
     for ids in np.split(documents.tokens, documents.offsets[1:-1]):
@@ -60,10 +63,8 @@ def alone(decoder: Decoder, documents: EncodedDocuments, *, window: int) -> list
     return nats
 
 
-def evaluate(
-    decoder: Decoder, documents: EncodedDocuments, *, window: int = 128
-) -> PerplexityResult:
-    return evaluate_perplexity(decoder, documents, window_tokens=window, device=CPU)
+def evaluate(decoder: Decoder, documents: DocumentTokens, *, window: int = 128) -> PerplexityResult:
+    return evaluate_perplexity(decoder, documents, window_tokens=window)
 
 
 @pytest.mark.parametrize("window", [5, 16, 128])
@@ -86,20 +87,20 @@ def test_the_first_token_and_its_bytes_count_only_after_a_beginning_of_text(
     tokenizer: Tokenizer, small_tokenizer_json: str
 ) -> None:
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    with_bos = build_tokenizer(small_tokenizer_json, tokenizer_config=config)
+    with_bos = Tokenizer(small_tokenizer_json, settings=config)
     text = "今天 fox"
     ids = tokenizer.encode(text, add_special_tokens=False)
     without = documents_of(tokenizer, [text])
-    assert without.num_predictions == len(ids) - 1
-    assert without.num_bytes == len(text.encode()) - tokenizer.num_bytes(ids[0])
+    assert num_predictions(without) == len(ids) - 1
+    assert without.num_text_bytes == len(text.encode()) - tokenizer.num_bytes(ids[0])
     after_bos = documents_of(with_bos, [text])
-    assert after_bos.num_predictions == len(ids)
-    assert after_bos.num_bytes == len(text.encode())
+    assert num_predictions(after_bos) == len(ids)
+    assert after_bos.num_text_bytes == len(text.encode())
 
 
 def test_the_end_of_text_does_not_count(small_tokenizer_json: str) -> None:
     config = {"eos_token": "</s>", "add_eos_token": True, "add_bos_token": False}
-    tokenizer = build_tokenizer(small_tokenizer_json, tokenizer_config=config)
+    tokenizer = Tokenizer(small_tokenizer_json, settings=config)
     documents = documents_of(tokenizer, ["The fox", "fox</s>"])
     assert tokenizer.eos_token_id not in documents.tokens
 
@@ -108,20 +109,21 @@ def test_scoring_stops_after_the_document_that_reaches_the_limit(tokenizer: Toke
     texts = [f"fox number {index}" for index in range(1000)]
     limited = encode_for_scoring(tokenizer, texts, max_tokens=20)
     last = int(limited.offsets[-1] - limited.offsets[-2])
-    assert limited.num_predictions >= 20
-    assert limited.num_predictions - (last - 1) < 20
+    assert num_predictions(limited) >= 20
+    assert num_predictions(limited) - (last - 1) < 20
 
 
 def test_the_uniform_baseline_is_the_vocabulary_and_the_unigram_the_entropy_of_counts(
     decoder: Decoder,
 ) -> None:
     tokens = np.array([9, 1, 1, 2, 3, 9, 1, 2])
-    documents = EncodedDocuments(tokens, np.array([0, 5, 8]), num_bytes=12)
+    documents = DocumentTokens(tokens, np.array([0, 5, 8]), num_text_bytes=12)
     result = evaluate(decoder, documents)
-    assert result.uniform.perplexity == pytest.approx(400)
+    assert result.baselines["uniform"].perplexity == pytest.approx(400)
     shares = np.array([3, 2, 1]) / 6
-    assert result.unigram.loss == pytest.approx(-(shares * np.log(shares)).sum())
-    assert result.unigram.bits_per_byte == pytest.approx(result.unigram.loss * 6 / math.log(2) / 12)
+    unigram = result.baselines["unigram"]
+    assert unigram.loss == pytest.approx(-(shares * np.log(shares)).sum())
+    assert unigram.bits_per_byte == pytest.approx(unigram.loss * 6 / math.log(2) / 12)
 
 
 def test_the_standard_error_is_that_of_resampled_documents(
@@ -150,12 +152,12 @@ def test_one_document_has_no_standard_error(decoder: Decoder, tokenizer: Tokeniz
 def test_progress_ends_at_all_tokens(decoder: Decoder, tokenizer: Tokenizer) -> None:
     documents = documents_of(tokenizer, TEXTS)
     told: list[int] = []
-    evaluate_perplexity(decoder, documents, window_tokens=128, device=CPU, on_progress=told.append)
-    assert told[-1] == documents.num_predictions
+    evaluate_perplexity(decoder, documents, window_tokens=128, on_progress=told.append)
+    assert told[-1] == num_predictions(documents)
 
 
 def test_texts_with_nothing_to_predict_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="nothing to score"):
+    with pytest.raises(DataError, match=r"nothing to score.* Use --split all"):
         documents_of(tokenizer, ["a", ""])
 
 
@@ -167,4 +169,4 @@ def test_damaged_weights_are_told_and_not_averaged_away() -> None:
     with torch.no_grad():
         damaged.get_parameter("embed.weight")[5] = torch.nan
     with pytest.raises(ModelError, match="probability that is no number"):
-        evaluate(damaged, EncodedDocuments(np.array([1, 5, 2]), np.array([0, 3]), num_bytes=3))
+        evaluate(damaged, DocumentTokens(np.array([1, 5, 2]), np.array([0, 3]), num_text_bytes=3))

@@ -17,11 +17,12 @@ help: ## List the targets.
 
 venv: $(STAMP) ## Make .venv and install herder with its development tools.
 
-# torch comes first and alone, so that a changed requirement never downloads it twice.
+# torch comes first and alone, so that a changed requirement never downloads it twice. Bytecode is left to
+# the first import: compiling all of it takes longer than everything else here.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 fetch: $(STAMP) ## Bring the small model and the corpus into the cache.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from herder.checkpoint.huggingface import load_weights
 from herder.checkpoint.metadata import ExperimentMeta, config_hash, source_commit
@@ -23,6 +24,7 @@ from herder.config.run import EvaluateConfig, RunConfig
 from herder.data.batch import MicroBatch
 from herder.data.corpus import DocumentTokens, prepare_corpus
 from herder.data.dataset import TokenDataset
+from herder.data.order import epoch_order
 from herder.data.packing import PackedRows
 from herder.data.tokenizer import check_vocabulary, load_tokenizer
 from herder.errors import DataError
@@ -149,12 +151,14 @@ def _held_out(
             "evaluate.every_steps: no documents were held out. Raise data.validation_fraction, or "
             "--set evaluate.every_steps=null."
         )
-    num_rows = min(rows.num_rows, max(1, evaluate.max_tokens // sequence_length))
-    return partial(_micro_batches, rows, num_rows, batch_size)
+    # Any share of them is like the whole: the first rows packed hold the longest documents.
+    order = epoch_order(rows.num_rows, seed=0, epoch=0)
+    chosen = order[: max(1, evaluate.max_tokens // sequence_length)]
+    return partial(_micro_batches, rows, chosen, batch_size)
 
 
-def _micro_batches(rows: PackedRows, num_rows: int, batch_size: int) -> list[MicroBatch]:
-    starts = range(0, num_rows, batch_size)
-    return [
-        rows.micro_batch(np.arange(start, min(start + batch_size, num_rows))) for start in starts
-    ]
+def _micro_batches(
+    rows: PackedRows, chosen: NDArray[np.int64], batch_size: int
+) -> list[MicroBatch]:
+    starts = range(0, len(chosen), batch_size)
+    return [rows.micro_batch(chosen[start : start + batch_size]) for start in starts]

@@ -34,7 +34,7 @@ def test_json_is_one_object_with_the_same_text(generate) -> None:
     _, text, _ = generate("--prompt", PROMPT, "--max-tokens", "12")
     status, out, err = generate("--prompt", PROMPT, "--max-tokens", "12", "--json")
     report = json.loads(out)
-    assert (status, err, report["text"]) == (0, "", text)
+    assert (status, err, report["text"] + "\n") == (0, "", text)
     assert report["finish_reason"] in ("stop", "length")
     assert report["completion_tokens"] <= 12
     assert report["tokens_per_second"] > 0

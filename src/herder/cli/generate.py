@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 
 import click
 
 from herder.cli.models import resolve, tokenizer_folder
 from herder.data.tokenizer import load_tokenizer
-from herder.engine.engine import Engine
-from herder.engine.request import (
-    Finished,
-    Limits,
-    Request,
-    SamplingParams,
-    TokenMade,
-    check_request,
-)
-from herder.serve.load import DTYPES, load_runner, window_tokens
+from herder.engine.request import SamplingParams
+from herder.serve.load import DTYPES
+from herder.serve.once import answer_once, prompt_request
 
 
 @click.command("generate")
@@ -44,44 +36,17 @@ def command(
     params = SamplingParams(**sampling)
     source = resolve(model)
     tokenizer = load_tokenizer(tokenizer_folder(source))
-    if as_chat:
-        prompt_ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-    else:
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=True)
-    decoder = tokenizer.detokenizer(context=() if as_chat else prompt_ids)
-    request = Request(prompt_ids, params, decoder)
-    check_request(request, Limits(window_tokens(source, None), source.architecture.vocab_size))
-    needed = len(prompt_ids) + (params.max_tokens or 0)
-    runner = load_runner(source, tokenizer, precision=precision, window_tokens=needed)
-    pieces: list[str] = []
-    times: list[float] = []
-    with Engine(runner) as engine:
-        for event in engine.submit(request).events():
-            if isinstance(event, (TokenMade, Finished)):
-                pieces.append(event.text)
-                times.append(time.monotonic())
-                click.echo("" if as_json else event.text, nl=False)
-    assert isinstance(event, Finished), event
-    if event.error is not None:
-        raise event.error
-    after_first = event.num_completion_tokens - 1
-    # The last two events share a moment: the last token and the end.
-    speed = after_first / (times[-1] - times[0]) if after_first > 0 else None
+    request = prompt_request(tokenizer, prompt, params, as_chat=as_chat)
+
+    def show(text: str) -> None:
+        click.echo("" if as_json else text, nl=False)
+
+    answer = answer_once(source, tokenizer, request, precision=precision, on_text=show)
     if as_json:
-        report = {
-            "model": source.name,
-            "text": "".join(pieces),
-            "finish_reason": event.reason,
-            "prompt_tokens": event.num_prompt_tokens,
-            "completion_tokens": event.num_completion_tokens,
-            "tokens_per_second": speed,
-        }
+        report = answer.report(source.name)
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
         return
-    hint = "" if as_chat or not tokenizer.has_chat_template else "; --chat asks it as a chat"
-    pace = "" if speed is None else f", {speed:.1f} tokens/s"
-    click.echo(
-        f"\n[{event.num_prompt_tokens} prompt tokens, {event.num_completion_tokens} new{pace}, "
-        f"finish reason {event.reason}{hint}]",
-        err=True,
-    )
+    click.echo()
+    is_chat_model = tokenizer.has_chat_template and not as_chat
+    hint = "; --chat asks it as a chat" if is_chat_model else ""
+    click.echo(f"[{answer.figures()}{hint}]", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import click
 
@@ -45,30 +46,17 @@ _DEFAULTS = ServeConfig()
     show_default=True,
     help="Further requests get status 429.",
 )
-def command(
-    model: str,
-    host: str,
-    port: int,
-    max_model_len: int | None,
-    precision: str,
-    max_queued_requests: int,
-) -> None:
+def command(model: str, **options: Any) -> None:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions and the rest of the OpenAI API.
 
     SIGTERM or Ctrl-C ends it once the accepted requests are answered; a second one ends it at once.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    config = ServeConfig(
-        host=host,
-        port=port,
-        max_model_len=max_model_len,
-        precision=precision,  # pyrefly: ignore[bad-argument-type]  (click has checked it)
-        max_queued_requests=max_queued_requests,
-    )
+    config = ServeConfig(**options)
     source = resolve(model)
     folder = tokenizer_folder(source)
-    window_tokens(source, max_model_len)
-    bound = bind(host, port)
+    window_tokens(source, config.max_model_len)
+    bound = bind(config.host, config.port)
     served = Host(lambda: load_service(source, folder, config))
     click.echo(f"loading {source.name}", err=True)
     server = Server(

@@ -209,8 +209,7 @@ class Engine:
                             return event
                         generation.tell(event)
             return _cancelled(generation, num_made=num_made)
-        except Exception as error:
-            _log.exception("a request failed; the engine goes on")
+        except Exception as error:  # whatever it is, it is told to whoever asked
             num_prompt_tokens = len(generation.request.prompt_ids)
             return Finished("error", num_prompt_tokens, num_made, error=error)
 

@@ -1,6 +1,7 @@
 """The HTTP endpoints: which path does what, and which exception becomes which answer.
 
-Composition only: bodies are the protocol's, answers the formats', tokens the engine's.
+Composition only: bodies are the protocol's, answers the formats', tokens the engine's. Text becomes
+tokens in threads, so that a long prompt delays no probe.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -72,7 +74,7 @@ OneService = Annotated[Service, Depends(_service)]
 async def completions(body: CompletionBody, request: Request, service: OneService) -> Response:
     """Continue one or more prompts."""
     service.check_model(body.model)
-    requests = completion_requests(service, body)
+    requests = await run_in_threadpool(completion_requests, service, body)
     form = CompletionFormat(service, body, requests)
     keep_alive_seconds = request.app.state.keep_alive_seconds
     reply = Reply(service, body, requests, form, keep_alive_seconds=keep_alive_seconds)
@@ -83,7 +85,7 @@ async def completions(body: CompletionBody, request: Request, service: OneServic
 async def chat_completions(body: ChatBody, request: Request, service: OneService) -> Response:
     """Answer a chat."""
     service.check_model(body.model)
-    requests = chat_requests(service, body)
+    requests = await run_in_threadpool(chat_requests, service, body)
     form = ChatFormat(service, body)
     keep_alive_seconds = request.app.state.keep_alive_seconds
     reply = Reply(service, body, requests, form, keep_alive_seconds=keep_alive_seconds)
@@ -117,16 +119,19 @@ def _model_card(service: Service) -> dict[str, Any]:
 async def tokenize(body: TokenizeBody, service: OneService) -> dict[str, Any]:
     """The ids that a prompt or a chat would become."""
     service.check_model(body.model)
-    if body.messages is not None:
-        ids = service.chat_ids(body.messages, body.chat_template_kwargs)
-    else:
-        add_special_tokens = body.add_special_tokens is not False
-        ids = service.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
+    ids = await run_in_threadpool(_ids_of, service, body)
     return {
         "count": len(ids),
         "max_model_len": service.engine.limits.window_tokens,
         "tokens": ids,
     }
+
+
+def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return service.chat_ids(body.messages, body.chat_template_kwargs)
+    add_special_tokens = body.add_special_tokens is not False
+    return service.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
 
 
 @_router.post("/detokenize")

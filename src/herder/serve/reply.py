@@ -92,11 +92,14 @@ class Reply:
         self._headers = {IGNORED_HEADER: ignored} if ignored else {}
 
     async def respond(self, http_request: HttpRequest) -> Response:
-        """The answer; a stream once its first chunk is there. Raises what the engine raised."""
-        if not self._body.stream:
-            return await self._whole(http_request)
-        chunks = self._stream(http_request)
-        first = await anext(chunks)
+        """The answer; a stream once its first chunk is there. A failure so far has its status."""
+        try:
+            if not self._body.stream:
+                return await self._whole(http_request)
+            chunks = self._stream(http_request)
+            first = await anext(chunks)
+        except Exception as error:
+            return api_error(error).response()
         return EventStream(_resumed(first, chunks), headers=self._headers)
 
     async def _whole(self, http_request: HttpRequest) -> Response:

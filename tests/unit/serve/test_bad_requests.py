@@ -140,7 +140,7 @@ def each_field():
                 yield path, field
 
 
-@pytest.mark.parametrize(("path", "field"), each_field())
+@pytest.mark.parametrize(("path", "field"), list(each_field()))
 def test_every_bad_value_of_a_field_is_told_by_its_name(api, path, field) -> None:
     for value in RAW_VALUES:
         fields = {**BASE[path], field: value}

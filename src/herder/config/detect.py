@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from herder.config.catalog import cluster_gpu, gpu, gpu_names
@@ -130,22 +129,17 @@ def usable_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    is_limited = quota.isdigit() and period.strip().isdigit()
+    return min(cores, max(1, int(quota) // int(period))) if is_limited else cores
 
 
-def usable_memory_bytes(names: Mapping[str, int] = os.sysconf_names) -> int:
+def usable_memory_bytes() -> int:
     """Memory of this machine, or the container's limit where that is less."""
-    known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 8 * GIB
     limits = [
-        _read(Path(path)).strip()
-        for path in (
-            "/sys/fs/cgroup/memory.max",
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        )
+        _read(Path("/sys/fs/cgroup", name)).strip()
+        for name in ("memory.max", "memory/memory.limit_in_bytes")
     ]
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 

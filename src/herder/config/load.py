@@ -7,11 +7,10 @@ records only through their fields.
 
 from __future__ import annotations
 
-import math
-import types
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,6 +18,23 @@ from herder.config.catalog import gpu_names, near_gpu
 from herder.config.run import RunConfig
 from herder.config.strict_yaml import KeyPath, read_yaml
 from herder.errors import ConfigError, close_match
+
+_MUST_BE = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "model_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "literal_error": "one of {expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""Pydantic's kinds of errors in herder's words."""
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -76,41 +92,21 @@ def _put(tree: dict[Any, Any], key: KeyPath, value: Any) -> None:
 def _validated(
     tree: dict[Any, Any], origins: Mapping[KeyPath, str], problems: list[str], *, where: str
 ) -> RunConfig:
+    found: list[tuple[KeyPath, str]] = []
     config = None
-    problems += [_placed(path, text, origins, where) for path, text in _bad_values(tree, ())]
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems += [_placed(path, text, origins, where) for path, text in _violations(error, tree)]
-    problems += [_placed(path, text, origins, where) for path, text in _unknown_gpu(tree)]
+        found += [_told_violation(item, tree) for item in error.errors(include_url=False)]
+    found += _unknown_gpu(tree)
+    for path, text in found:
+        # The nearest known origin of the key: an override, or a line of the recipe.
+        known = (origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins)
+        problems.append(": ".join(filter(None, (next(known, where), ".".join(path), text))))
     if problems or config is None:
-        unique = list(dict.fromkeys(problems))
-        head = f"{len(unique)} mistakes:\n" if len(unique) > 1 else ""
-        raise ConfigError(head + "\n".join(unique))
+        head = f"{len(problems)} mistakes:\n" if len(problems) > 1 else ""
+        raise ConfigError(head + "\n".join(problems))
     return config
-
-
-def _placed(path: KeyPath, text: str, origins: Mapping[KeyPath, str], where: str) -> str:
-    """One violation behind the nearest known origin of its key."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in origins:
-            where = origins[path[:length]]
-            break
-    return f"{where}: {'.'.join(path)}: {text}" if path else f"{where}: {text}"
-
-
-def _bad_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Keys that are not text, and numbers that are not finite."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                yield (*path, str(key)), f"a key is a word, given {_told(key)}."
-            yield from _bad_values(inner, (*path, str(key)))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _bad_values(inner, (*path, str(index)))
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield path, f"must be a finite number, given {value}."
 
 
 def _unknown_gpu(tree: dict[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -124,107 +120,60 @@ def _unknown_gpu(tree: dict[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
 
 
-def _violations(error: ValidationError, tree: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Pydantic's errors with union branches resolved, in herder's words."""
-    for item in error.errors(include_url=False):
-        located = _locate(item["loc"], tree)
-        if located is not None:
-            path, record = located
-            yield path, _worded(item, path, record)
-
-
-def _locate(loc: Sequence[Any], tree: Any) -> tuple[KeyPath, type[BaseModel]] | None:
-    """The key path of an error and the record it lies in; None for the branch not meant.
-
-    Behind a field of several types pydantic's location names the branch it tried. Of these, a
-    mapping means the record and anything else means the rest.
-    """
-    record: Any = RunConfig
+def _told_violation(item: Any, tree: Any) -> tuple[KeyPath, str]:
+    """The key path of one of pydantic's errors, and what is wrong there."""
     path: list[str] = []
-    value, parts = tree, list(loc)
-    while parts:
-        name = parts.pop(0)
-        path.append(str(name))
-        value = value.get(name) if isinstance(value, dict) else None
-        field = record.model_fields.get(name) if record is not None else None
-        if field is None:
-            continue
-        branches = [b for b in _branches(field.annotation) if b is not type(None)]
-        records = [b for b in branches if isinstance(b, type) and issubclass(b, BaseModel)]
-        if len(branches) > 1 and parts:
-            tag = parts.pop(0)
-            meant = {r.__name__ for r in records} if isinstance(value, dict) else None
-            if (meant is None and tag in {r.__name__ for r in records}) or (
-                meant is not None and tag not in meant
-            ):
-                return None
-        if parts:
-            record = records[0] if records else None
-    return tuple(path), record or RunConfig
+    record: type[BaseModel] | None = None
+    inner: type[BaseModel] | None = RunConfig
+    value = tree
+    for part in item["loc"]:
+        if not isinstance(value, dict):
+            break
+        if part in value or not str(part).startswith("<"):  # else the form of a field of two
+            path.append(str(part))
+            record, value = inner, value.get(part)
+            field = record.model_fields.get(part) if record else None
+            inner = _record_in(field.annotation) if field else None
+    return tuple(path), _worded(item, path[-1] if path else "", record or RunConfig, inner)
 
 
-def _branches(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+def _record_in(annotation: Any) -> type[BaseModel] | None:
+    """The record that a field may hold, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_record_in, get_args(annotation))), None)
 
 
-def _worded(item: Any, path: KeyPath, record: type[BaseModel]) -> str:
-    kind, given, context = item["type"], item.get("input"), item.get("ctx", {})
+def _worded(
+    item: Any, name: str, record: type[BaseModel], alternative: type[BaseModel] | None
+) -> str:
+    kind, given, context = item["type"], item["input"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key. {_known_key(path[-1], record)}"
+        return f"unknown key. {_known_key(name, record)}"
     if kind == "missing":
         return "this key is missing."
+    if kind == "invalid_key" or item["loc"][-1] == "[key]":
+        return f"a key is a word, given {_told(given)}."
     if kind == "value_error":
         return f"{context['error']}."
-    must = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "string_type": "text",
-        "bool_type": "true or false",
-        "model_type": "a mapping of keys",
-        "dict_type": "a mapping of keys",
-        "literal_error": f"one of {context.get('expected')}",
-        "greater_than": f"greater than {context.get('gt')}",
-        "greater_than_equal": f"at least {context.get('ge')}",
-        "less_than": f"less than {context.get('lt')}",
-        "less_than_equal": f"at most {context.get('le')}",
-    }.get(kind)
-    told = _told(given)
-    suggestion = ""
-    if kind == "literal_error" and isinstance(given, str):
-        choices = [c for c in _choices(record, path[-1]) if isinstance(c, str)]
-        match = close_match(given, choices) if choices else ""
-        suggestion = f" {match}" if match.startswith("Did") else ""
-    if must and path[-1] in record.model_fields and not isinstance(given, dict):
-        branches = _branches(record.model_fields[path[-1]].annotation)
-        records = [b for b in branches if isinstance(b, type) and issubclass(b, BaseModel)]
-        must += ", or a mapping of keys" if records and kind != "model_type" else ""
-    return f"must be {must}, given {told}.{suggestion}" if must else f"{item['msg']}, given {told}."
-
-
-def _choices(record: type[BaseModel], name: str) -> Iterator[Any]:
-    field = record.model_fields.get(name)
-    for branch in _branches(field.annotation) if field else ():
-        if get_origin(branch) is Literal:
-            yield from get_args(branch)
+    must = _MUST_BE.get(kind)
+    if must is None:
+        return f"{item['msg']}, given {_told(given)}."
+    or_record = ", or a mapping of keys" if alternative and kind != "model_type" else ""
+    choices = re.findall("'([^']*)'", context.get("expected", ""))
+    match = close_match(given, choices) if choices and isinstance(given, str) else ""
+    suggestion = f" {match}" if match.startswith("Did") else ""
+    return f"must be {must.format(**context)}{or_record}, given {_told(given)}.{suggestion}"
 
 
 def _known_key(name: str, record: type[BaseModel]) -> str:
     """A close match in the same record, or the place where a key of that name belongs."""
     match = close_match(name, record.model_fields)
-    if match.startswith("Did"):
-        return match
-    elsewhere = [
-        f"{section}.{name}"
-        for section, field in RunConfig.model_fields.items()
-        for branch in _branches(field.annotation)
-        if isinstance(branch, type)
-        and issubclass(branch, BaseModel)
-        and name in branch.model_fields
-    ]
-    return f"Did you mean {elsewhere[0]!r}?" if elsewhere else match
+    for section, field in RunConfig.model_fields.items():
+        inner = _record_in(field.annotation)
+        if not match.startswith("Did") and inner and name in inner.model_fields:
+            return f"Did you mean '{section}.{name}'?"
+    return match
 
 
 def _told(value: Any) -> str:

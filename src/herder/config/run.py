@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from herder.config.record import Record
+from herder.config.record import RECORD, WORD, WORD_OR_RECORD, Record
 
 
 class ModelConfig(Record):
@@ -72,7 +72,9 @@ class ClusterConfig(Record):
 
     nodes: PositiveInt = 1
     gpus_per_node: PositiveInt = 8
-    gpu: str | GpuConfig = "h100-80gb"
+    gpu: Annotated[Annotated[str, WORD] | Annotated[GpuConfig, RECORD], WORD_OR_RECORD] = (
+        "h100-80gb"
+    )
     """A catalog name, or the device's own numbers."""
     inter_node_bandwidth_gb_per_second: PositiveFloat = 50.0
     """Per GPU, one direction: 50 is one 400 Gb/s port a GPU."""
@@ -207,7 +209,9 @@ class RunConfig(Record):
     run_directory: str = "runs/default"
     model: ModelConfig
     cluster: ClusterConfig | None = None
-    layout: Literal["auto"] | LayoutConfig = "auto"
+    layout: Annotated[
+        Annotated[Literal["auto"], WORD] | Annotated[LayoutConfig, RECORD], WORD_OR_RECORD
+    ] = "auto"
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

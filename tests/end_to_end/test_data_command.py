@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from herder.cli.main import run
+from herder.data.order import epoch_order
 
 RECIPE = """
 model:
@@ -59,36 +60,19 @@ def test_inspect_shows_lengths_packing_and_a_row_as_text(
 ) -> None:
     assert run(["data", "inspect", str(recipe)]) == 0
     shown = capsys.readouterr().out
-    for words in (
-        "of them in use",
-        "share of tokens",
-        "The first row of step 0",
-        "quick brown fox",
-    ):
+    for words in ("utilization", "share of tokens", "Row 0, which", "quick brown fox"):
         assert words in shown
 
 
-def test_inspect_shows_the_row_that_the_step_reads(
+def test_inspect_shows_rows_in_the_order_in_which_training_reads_them(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = set()
-    for step in ("0", "1", "2"):
-        assert run(["data", "inspect", str(recipe), "--step", step]) == 0
-        (line,) = (
-            line
-            for line in capsys.readouterr().out.splitlines()
-            if line.startswith("The first row")
-        )
-        rows.add(line.split(" row ")[-1])
-    assert len(rows) == 3
-
-
-def test_a_later_step_needs_the_batch_size(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = ["--set", "train.global_batch_tokens=null", "--step", "3"]
-    assert run(["data", "inspect", str(recipe), *planned]) == 2
-    assert "train.global_batch_tokens" in capsys.readouterr().err
+    assert run(["data", "prepare", str(recipe), "--json"]) == 0
+    num_rows = json.loads(capsys.readouterr().out)["num_rows"]
+    order = epoch_order(num_rows, seed=0, epoch=0).tolist()
+    for row in (0, 1, num_rows - 1):
+        assert run(["data", "inspect", str(recipe), "--row", str(row)]) == 0
+        assert f"Row {row}, which is packed as number {order[row]}:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

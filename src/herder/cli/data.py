@@ -12,8 +12,8 @@ from herder.cli.models import recipe_tokenizer
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
 from herder.data.corpus import TokenizedCorpus, prepare_corpus
-from herder.data.dataset import first_row
 from herder.data.inspection import row_view, summarize, summary_view
+from herder.data.order import step_rows
 from herder.data.packages import PACKAGES, fetch
 from herder.data.packing import PackedRows
 from herder.data.tokenizer import Tokenizer, load_tokenizer
@@ -49,17 +49,17 @@ def prepare_command(recipe: Path, overrides: tuple[str, ...], *, as_json: bool) 
 @command.command("inspect")
 @_recipe
 @_set
-@click.option("--step", type=click.IntRange(min=0), default=0, help="Whose batch is shown.")
+@click.option("--row", type=click.IntRange(min=0), default=0, help="Which row to show.")
 @_json
-def inspect_command(recipe: Path, overrides: tuple[str, ...], step: int, *, as_json: bool) -> None:
-    """Show the corpus of RECIPE. Lengths, packing, and what a step reads, as text."""
+def inspect_command(recipe: Path, overrides: tuple[str, ...], row: int, *, as_json: bool) -> None:
+    """Show the corpus of RECIPE. Lengths, packing, and one row as text, in reading order."""
     config, tokenizer, corpus, packed = _prepared(recipe, overrides)
-    row = first_row(packed, config.train, step=step)
     _show_summary(corpus, packed, as_json=as_json)
     if not as_json:
-        console = Console()
-        console.print(f"\nThe first row of step {step}, row {row} of the corpus:", highlight=False)
-        console.print(row_view(packed, corpus.train, tokenizer, row))
+        seed = config.train.seed
+        (place,) = step_rows(row, rows_per_step=1, num_rows=packed.num_rows, seed=seed)
+        click.echo(f"\nRow {row}, which is packed as number {place}:")
+        Console().print(row_view(packed, corpus.train, tokenizer, int(place)))
 
 
 def _prepared(
@@ -68,8 +68,8 @@ def _prepared(
     config = load_run_config(recipe, overrides)
     tokenizer = load_tokenizer(recipe_tokenizer(config))
     corpus = prepare_corpus(config.data, tokenizer)
-    length = config.train.sequence_length
-    packed = PackedRows(corpus.train.tokens, corpus.train.offsets, sequence_length=length)
+    tokens, offsets = corpus.train.tokens, corpus.train.offsets
+    packed = PackedRows(tokens, offsets, sequence_length=config.train.sequence_length)
     return config, tokenizer, corpus, packed
 
 

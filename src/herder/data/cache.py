@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,27 +30,21 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """
     if target.exists():
         return target
+    fresh = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{target.name}.lock")):
             if not target.exists():
-                _build(target, build)
+                shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+                fresh.mkdir()
+                try:
+                    build(fresh)
+                    fresh.rename(target)
+                finally:
+                    shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
         raise ResourceError(
             f"The cache folder {cache_folder()} cannot be written: {error.strerror or error}. "
             "Free some space, or point HERDER_CACHE to another folder."
         ) from error
     return target
-
-
-def _build(target: Path, build: Callable[[Path], None]) -> None:
-    """Under the lock: no one else builds this target."""
-    for left_by_a_kill in target.parent.glob(f".{target.name}.*/"):
-        shutil.rmtree(left_by_a_kill, ignore_errors=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        build(fresh)
-        fresh.chmod(0o755)
-        fresh.rename(target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)

@@ -6,7 +6,6 @@ step's rows do not depend on either: grouping only says which of them are comput
 
 from __future__ import annotations
 
-from herder.config.run import TrainConfig
 from herder.data.batch import MicroBatch
 from herder.data.order import step_rows
 from herder.data.packing import PackedRows
@@ -56,18 +55,3 @@ class TokenDataset:
             seed=self.seed,
         ).reshape(self.num_micro_batches, self.micro_batch_size)
         return [self.packed.micro_batch(group) for group in rows[shard_index::num_shards]]
-
-
-def first_row(rows: PackedRows, train: TrainConfig, *, step: int) -> int:
-    """The first row that a run with `train` reads in optimizer step `step`.
-
-    Raises ConfigError where it depends on a batch size that the recipe leaves to the planner.
-    """
-    if step and train.global_batch_tokens is None:
-        raise ConfigError(
-            "Which rows a step reads depends on train.global_batch_tokens, which this recipe "
-            "leaves to the planner. Give it with --set, or inspect the config.yaml of a run."
-        )
-    rows_per_step = max((train.global_batch_tokens or 0) // rows.sequence_length, 1)
-    order = step_rows(step, rows_per_step=rows_per_step, num_rows=rows.num_rows, seed=train.seed)
-    return int(order[0])

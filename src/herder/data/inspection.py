@@ -27,7 +27,8 @@ def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
     """The figures of `corpus`, whose training split is `packed`, as one JSON object.
 
     Of the training split, but for those that begin with num_validation. `utilization` is the share
-    of a batch's tokens that are not padding, `lengths` are bins that double.
+    of a batch's tokens that are not padding, `num_cut_documents` are longer than a row, `lengths`
+    are bins that double.
     """
     lengths = np.diff(corpus.train.offsets)
     return {
@@ -37,6 +38,7 @@ def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
         "num_documents": corpus.train.num_documents,
         "num_tokens": corpus.train.num_tokens,
         "num_text_bytes": corpus.train.num_text_bytes,
+        "bytes_per_token": corpus.train.num_text_bytes / corpus.train.num_tokens,
         "sequence_length": packed.sequence_length,
         "num_rows": packed.num_rows,
         "utilization": packed.utilization,
@@ -50,35 +52,21 @@ def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
 def _length_bins(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
     """Bins that double, of documents of at least `first` and less than `end` tokens."""
     exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
-    num_documents = np.bincount(exponents).tolist()
-    num_tokens = np.bincount(exponents, weights=lengths).astype(int).tolist()
-    return [
-        {
-            "first": 2**exponent,
-            "end": 2 ** (exponent + 1),
-            "num_documents": num_documents[exponent],
-            "num_tokens": num_tokens[exponent],
-        }
-        for exponent in range(exponents.min(), len(num_documents))
-    ]
+    bins = []
+    for exponent in range(exponents.min(), exponents.max() + 1):
+        inside = lengths[exponents == exponent]
+        figures = {"num_documents": len(inside), "num_tokens": int(inside.sum())}
+        bins.append({"first": 2**exponent, "end": 2 ** (exponent + 1), **figures})
+    return bins
 
 
 def summary_view(figures: dict[str, Any]) -> RenderableType:
     """What `summarize` gives, as tables."""
     facts = Table.grid(padding=(0, 2))
-    bytes_a_token = figures["num_text_bytes"] / max(figures["num_tokens"], 1)
-    rows = {
-        "corpus": "{source}",
-        "training": "{num_documents:,} documents, {num_tokens:,} tokens, "
-        f"{bytes_a_token:.2f} bytes a token",
-        "held out": "{num_validation_documents:,} documents, {num_validation_tokens:,} tokens",
-        "packed": "{num_rows:,} rows of {sequence_length:,} tokens, {utilization:.2%} of them in "
-        "use",
-        "cut": "{num_cut_documents:,} documents are longer than a row",
-        "stored in": "{folder}",
-    }
-    for name, value in rows.items():
-        facts.add_row(Text(name, style="dim"), value.format_map(figures))
+    for name, value in figures.items():
+        if name != "lengths":
+            shown = f"{value:,}" if isinstance(value, int) else str(value)
+            facts.add_row(Text(name.replace("_", " "), style="dim"), shown)
     histogram = Table(box=None, header_style="dim", pad_edge=False)
     histogram.add_column("tokens", justify="right")
     histogram.add_column("documents", justify="right")
@@ -99,17 +87,18 @@ def row_view(
 ) -> RenderableType:
     """One packed row as text, a colour and a heading for each document in it."""
     parts: list[RenderableType] = []
-    num_padding = packed.sequence_length
-    for index, piece in enumerate(packed.row_pieces(row)):
-        start, length = int(packed.pieces.starts[piece]), int(packed.pieces.lengths[piece])
-        document = int(packed.pieces.documents[piece])
-        document_start, document_end = documents.offsets[document : document + 2].tolist()
-        first = start - document_start
-        heading = f"document {document}, tokens {first} to {first + length} of "
-        heading += f"{document_end - document_start}"
+    inside = packed.row_pieces(row)
+    pieces = zip(
+        packed.pieces.documents[inside].tolist(),
+        packed.pieces.starts[inside].tolist(),
+        packed.pieces.lengths[inside].tolist(),
+        strict=True,
+    )
+    for index, (document, start, length) in enumerate(pieces):
+        first = start - int(documents.offsets[document])
+        heading = f"document {document}, tokens {first} to {first + length}"
         # One token more than is read: the last target.
         ids = packed.tokens[start : start + length + 1].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=False).translate(_CONTROL_CHARACTERS)
         parts += [Text(heading, style="dim"), Text(text, style=_COLOURS[index % len(_COLOURS)])]
-        num_padding -= length
-    return Group(*parts, Text(f"{num_padding} tokens of padding", style="dim"))
+    return Group(*parts)

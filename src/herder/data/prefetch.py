@@ -10,28 +10,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import TypeVar
 
 Batch = TypeVar("Batch")
+_NUM_AHEAD = 2
 
 
-def prefetch(
-    make: Callable[[int], Batch], steps: Iterable[int], *, num_ahead: int = 2
-) -> Generator[Batch]:
-    """`make(step)` for each step in order, at most `num_ahead` made before they are asked for.
+def prefetch(make: Callable[[int], Batch], steps: Iterable[int]) -> Generator[Batch]:
+    """`make(step)` for each step in order, two made before they are asked for.
 
     An error of `make` is raised when its step's turn comes. Closing the generator ends the thread.
     """
-    remaining = iter(steps)
     pending: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as pool:
-        try:
-            pending.extend(pool.submit(make, step) for step in islice(remaining, num_ahead))
-            while pending:
-                batch = pending.popleft().result()
-                pending.extend(pool.submit(make, step) for step in islice(remaining, 1))
-                yield batch
-        finally:
-            for future in pending:
-                future.cancel()
+        for step in steps:
+            pending.append(pool.submit(make, step))
+            if len(pending) > _NUM_AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

@@ -90,11 +90,10 @@ def fingerprint(source: Source) -> str:
 
 
 def _texts(path: Path, source: Source) -> Iterable[str]:
-    if path.suffix == ".jsonl":
-        return _json_lines(path, source.text_key)
-    if path.suffix == ".json":
-        return _json_entries(path, source.text_key)
-    return [_whole_file(path)] if source.is_folder else _paragraphs(path)
+    if path.suffix == ".txt":
+        return [_whole_file(path)] if source.is_folder else _paragraphs(path)
+    entries = _json_lines(path) if path.suffix == ".jsonl" else _json_entries(path)
+    return (_text(entry, source.text_key, place) for place, entry in entries)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -124,22 +123,20 @@ def _paragraphs(path: Path) -> Iterator[str]:
             yield "".join(line for _, line in lines).rstrip("\r\n")
 
 
-def _json_lines(path: Path, text_key: str) -> Iterator[str]:
+def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Where each entry is, for errors, and the entry."""
     for number, line in _lines(path):
         if line.strip():
             place = f"{path}, line {number}"
-            yield _text(_parse(line, place), text_key, place)
+            yield place, _parse(line, place)
 
 
-def _json_entries(path: Path, text_key: str) -> Iterator[str]:
+def _json_entries(path: Path) -> Iterator[tuple[str, object]]:
     content = _parse(_whole_file(path), str(path))
     if not isinstance(content, (list, dict)):
         raise DataError(f"{path} holds {_shown(content)}, not a list or object of entries.")
-    entries: Iterable[tuple[object, object]] = (
-        content.items() if isinstance(content, dict) else enumerate(content, 1)
-    )
-    for key, entry in entries:
-        yield _text(entry, text_key, f"{path}, entry {key!r}")
+    entries = content.items() if isinstance(content, dict) else enumerate(content, 1)
+    yield from ((f"{path}, entry {key!r}", entry) for key, entry in entries)
 
 
 def _parse(text: str, place: str) -> object:

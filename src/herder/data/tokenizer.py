@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from herder.data.chat_template import render_template
 from herder.data.detokenize import Detokenizer
-from herder.data.tokenizer_backend import build_backend, named_tokens
 from herder.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -49,9 +49,9 @@ class Tokenizer:
         """
         settings = settings or {}
         self._place = place
-        self._backend = build_backend(tokenizer_json, settings, place)
+        self._backend = _build_backend(tokenizer_json, settings, place)
         self._chat_templates = _chat_templates(chat_template, settings.get("chat_template"))
-        self.special_tokens = named_tokens(settings)
+        self.special_tokens = _named_tokens(settings)
         """bos_token, eos_token, ... as text, by name: variables of chat templates."""
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
@@ -239,6 +239,45 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, model: str) -> No
             f"{vocab_size}: {tokenizer.vocab_size - vocab_size} tokens have no embedding. Use the "
             f"model's own tokenizer, or a vocab_size of at least {tokenizer.vocab_size}."
         )
+
+
+def _build_backend(tokenizer_json: str, settings: Mapping[str, Any], place: str) -> Backend:
+    """The library's tokenizer, without the truncation and padding that its file may ask for.
+
+    `settings`: tokenizer_config.json, whose add_bos_token and add_eos_token override the file.
+    """
+    try:
+        backend = Backend.from_str(tokenizer_json)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"{place}: tokenizer.json cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    named = _named_tokens(settings)
+    ends = {name: named[name] for name in ("bos_token", "eos_token") if name in named}
+    for name, token in ends.items():
+        if backend.token_to_id(token) is None:
+            raise DataError(f"{place}: {name} {token!r} is not in the vocabulary.")
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        bos, eos = (
+            [ends[name]] if name in ends and settings.get(f"add_{name}") else []
+            for name in ("bos_token", "eos_token")
+        )
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
+        )
+    return backend
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`*_token` keys of tokenizer_config.json: strings, or objects with their content."""
+    named = {}
+    for key, value in settings.items():
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(content, str):
+            named[key] = content
+    return named
 
 
 def _end_ids(config: Mapping[str, Any]) -> set[int]:

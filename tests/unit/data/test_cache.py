@@ -51,12 +51,13 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_may_succeed(tmp_path: Pa
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    (tmp_path / ".thing.abc").mkdir()
-    (tmp_path / ".thing.abc" / "half").touch()
-    (tmp_path / ".other.abc").mkdir()
+    (tmp_path / ".thing.partial").mkdir()
+    (tmp_path / ".thing.partial" / "half").touch()
+    (tmp_path / ".other.partial").mkdir()
     build_once(tmp_path / "thing", lambda fresh: (fresh / "done").touch())
     folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert folders == {"thing", ".other.abc"}
+    assert folders == {"thing", ".other.partial"}
+    assert [path.name for path in (tmp_path / "thing").iterdir()] == ["done"]
 
 
 def test_a_cache_that_cannot_be_written_says_what_would_do(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from herder.data.packages import PACKAGES, cached, fetch
+from herder.data.packages import PACKAGES, fetch
 from herder.errors import DataError
 
 
@@ -18,12 +18,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-
-
-def test_what_was_not_fetched_is_named_with_the_command(cache: Path) -> None:
-    with pytest.raises(DataError, match="herder data fetch wikipedia-leads"):
-        cached("wikipedia-leads")
-    assert files_under(cache) == []
 
 
 def test_without_an_index_nothing_is_left_and_the_command_is_named(

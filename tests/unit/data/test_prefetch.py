@@ -21,7 +21,7 @@ def test_batches_come_in_order_and_the_thread_ends() -> None:
 
 def test_no_more_than_asked_is_made_ahead() -> None:
     made: list[int] = []
-    batches = prefetch(lambda step: made.append(step) or step, range(100), num_ahead=2)
+    batches = prefetch(lambda step: made.append(step) or step, range(100))
     assert next(batches) == 0
     time.sleep(0.05)
     assert made == [0, 1, 2]

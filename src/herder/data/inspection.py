@@ -38,10 +38,10 @@ def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
         "num_documents": corpus.train.num_documents,
         "num_tokens": corpus.train.num_tokens,
         "num_text_bytes": corpus.train.num_text_bytes,
-        "bytes_per_token": corpus.train.num_text_bytes / corpus.train.num_tokens,
+        "bytes_per_token": round(corpus.train.num_text_bytes / corpus.train.num_tokens, 3),
         "sequence_length": packed.sequence_length,
         "num_rows": packed.num_rows,
-        "utilization": packed.utilization,
+        "utilization": round(packed.utilization, 4),
         "num_cut_documents": int((lengths - 1 > packed.sequence_length).sum()),
         "lengths": _length_bins(lengths),
         "num_validation_documents": corpus.validation.num_documents,
@@ -65,8 +65,8 @@ def summary_view(figures: dict[str, Any]) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, value in figures.items():
         if name != "lengths":
-            shown = f"{value:,}" if isinstance(value, int) else str(value)
-            facts.add_row(Text(name.replace("_", " "), style="dim"), shown)
+            shown = value if isinstance(value, str) else f"{value:,}"
+            facts.add_row(Text(name.replace("_", " "), style="dim"), Text(shown, overflow="fold"))
     histogram = Table(box=None, header_style="dim", pad_edge=False)
     histogram.add_column("tokens", justify="right")
     histogram.add_column("documents", justify="right")

@@ -30,10 +30,10 @@ NUM_GREEDY = 8
 def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) -> Golden:
     """What transformers computes with the model's own files on seeded random tokens.
 
-    A Hugging Face folder is read by transformers itself, and so is a GGUF file where accelerate,
-    which it needs for that, is installed. Other sources are written out from `decoder` first, and
-    the origin says so: then the reading of weights is not compared. Raises ResourceError where the
-    package is missing, ModelError where it refuses the model.
+    A Hugging Face folder is read by transformers itself, and a GGUF file too where accelerate is
+    installed. Other sources are written out from `decoder` first, which the origin tells: then the
+    reading of weights is not compared. Raises ResourceError without the package, ModelError where
+    it refuses the model.
     """
     library = _load_library()
     with tempfile.TemporaryDirectory(prefix="herder-parity-") as scratch:

@@ -6,13 +6,15 @@ nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from herder.config.architecture import LayerSpec
 from herder.config.catalog import cluster_gpu
 from herder.config.run import ClusterConfig, GpuConfig, TrainConfig
 from herder.plan.layout import Layout
-from herder.plan.stages import ModelSizes
+from herder.plan.stages import ModelSizes, RankParameters
 
 Recompute = Literal["none", "full"]
 Precision = Literal["fp32", "bf16"]
@@ -66,6 +68,17 @@ class Candidate:
     micro_batch_size: int
     num_micro_batches: int
     recompute: Recompute
+
+    def stage_layers(self, stage: int) -> Counter[LayerSpec]:
+        """The kinds of layers of a pipeline stage, and how many of each."""
+        return self.request.sizes.stage_layers(self.layout.pipeline_parallel_size)[stage]
+
+    def stage_parameters(self, stage: int) -> RankParameters:
+        """Of one rank of a pipeline stage."""
+        layout = self.layout
+        tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
+        sizes, pp = self.request.sizes, layout.pipeline_parallel_size
+        return sizes.stage_on_rank(pp, stage, tp=tp, ep=ep)
 
     @property
     def micro_batch_tokens(self) -> int:

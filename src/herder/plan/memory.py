@@ -14,9 +14,9 @@ from __future__ import annotations
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
 from herder.config.record import Record
 from herder.config.run import GpuConfig
-from herder.plan.candidate import Candidate, StateWidths
+from herder.plan.candidate import Candidate, Request, StateWidths
 from herder.plan.layout import Layout
-from herder.plan.stages import ModelSizes, RankParameters
+from herder.plan.stages import RankParameters
 from herder.units import GB, GIB
 
 GPU_MEMORY_SHARE = 0.92
@@ -70,57 +70,55 @@ def state_bytes(parameters: RankParameters, layout: Layout, widths: StateWidths)
     return sum(w * (shared if layout.zero_stage >= s else parameters.total) for s, w in stages)
 
 
-def even_share(sizes: ModelSizes, layout: Layout) -> RankParameters:
-    """N / (TP PP), experts also over EP."""
-    ways = layout.tensor_parallel_size * layout.pipeline_parallel_size
-    experts = sizes.whole.experts / ways / layout.expert_parallel_size
-    return RankParameters(sizes.whole.dense / ways, experts)
+def _even_state_bytes(request: Request, layout: Layout) -> float:
+    """The rule with even shares: N / (TP PP), experts also over EP."""
+    ways, whole = layout.tensor_parallel_size * layout.pipeline_parallel_size, request.sizes.whole
+    share = RankParameters(whole.dense / ways, whole.experts / ways / layout.expert_parallel_size)
+    return state_bytes(share, layout, request.state_widths(layout))
 
 
-def memory_budget_bytes(gpu: GpuConfig) -> float:
+def _budget_bytes(gpu: GpuConfig) -> float:
     """What a training plan may fill of one device."""
     share = CPU_MEMORY_SHARE if gpu.kind == "cpu" else GPU_MEMORY_SHARE
     return gpu.memory_gb * GB * share
 
 
+def cannot_fit(request: Request, layout: Layout) -> bool:
+    """Whether state alone exceeds the budget: known before any micro-batch is looked at."""
+    return _even_state_bytes(request, layout) > _budget_bytes(request.gpu)
+
+
 def training_memory(candidate: Candidate) -> MemoryGb:
     """The parts on the device that fills most, over all pipeline stages."""
-    sizes, layout, gpu = candidate.request.sizes, candidate.layout, candidate.request.gpu
+    layout, gpu = candidate.layout, candidate.request.gpu
     overhead = CPU_OVERHEAD_BYTES
     if gpu.kind == "gpu":
         overhead = ONE_RANK_OVERHEAD_BYTES if layout.num_ranks == 1 else MANY_RANKS_OVERHEAD_BYTES
-    stages = [
-        _stage_bytes(candidate, stage)
-        for stage in sizes.distinct_stages(layout.pipeline_parallel_size)
-    ]
+    distinct = candidate.request.sizes.distinct_stages(layout.pipeline_parallel_size)
+    stages = [_stage_bytes(candidate, stage) for stage in distinct]
     fullest = max(stages, key=sum)
     return MemoryGb(
-        state=state_bytes(even_share(sizes, layout), layout, candidate.widths) / GB,
+        state=_even_state_bytes(candidate.request, layout) / GB,
         largest_rank_state=max(state for state, *_ in stages) / GB,
         activations=fullest[1] / GB,
         logits=fullest[2] / GB,
         buffers=fullest[3] / GB,
         overhead=overhead / GB,
         total=(sum(fullest) + overhead) / GB,
-        budget=memory_budget_bytes(gpu) / GB,
+        budget=_budget_bytes(gpu) / GB,
         device=gpu.memory_gb,
     )
 
 
 def _stage_bytes(candidate: Candidate, stage: int) -> tuple[float, float, float, float]:
     """State, activations, logits and buffers of one stage's rank."""
-    layout, sizes = candidate.layout, candidate.request.sizes
-    tp, pp, ep = (
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.expert_parallel_size,
-    )
-    parameters = sizes.stage_on_rank(pp, stage, tp=tp, ep=ep)
+    layout, parameters = candidate.layout, candidate.stage_parameters(stage)
     logits = 0.0
-    if stage == pp - 1:
+    if stage == layout.pipeline_parallel_size - 1:
+        vocab_size = candidate.request.sizes.architecture.vocab_size
         chunk_tokens = min(candidate.request.train.loss_chunk_tokens, candidate.local_tokens)
         each = LOGIT_BYTES if candidate.compute_bytes == 2 else FP32_LOGIT_BYTES
-        logits = chunk_tokens * sizes.architecture.vocab_size / tp * each
+        logits = chunk_tokens * vocab_size / layout.tensor_parallel_size * each
     return (
         state_bytes(parameters, layout, candidate.widths),
         _activation_bytes(candidate, stage),
@@ -134,10 +132,9 @@ def _activation_bytes(candidate: Candidate, stage: int) -> float:
 
     Source: PipeDream-Flush schedule, Narayanan et al., arXiv:2104.04473, section 2.2.1.
     """
-    layout, sizes = candidate.layout, candidate.request.sizes
-    hidden, stages = sizes.architecture.hidden_size, layout.pipeline_parallel_size
+    layout, hidden = candidate.layout, candidate.request.sizes.architecture.hidden_size
+    stages, layers = layout.pipeline_parallel_size, candidate.stage_layers(stage)
     in_flight = min(candidate.num_micro_batches, stages - stage)
-    layers = sizes.stage_layers(stages)[stage]
     each = {layer: layer_bytes_per_token(candidate, layer) for layer in layers}
     at_work = max(_gradient_bytes_per_token(candidate, layer) for layer in layers)
     if candidate.recompute == "full":
@@ -176,9 +173,8 @@ def layer_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:
     if architecture.branch_norm:
         residual += 2 * hidden * compute / tp
     saved = 2 * hidden + _attention_elements(architecture, tp)
+    saved += GATED_MLP_TENSORS * _active_width(architecture, layer) / tp
     moe = architecture.moe
-    width = _active_width(architecture, layer)
-    saved += GATED_MLP_TENSORS * width / tp
     if layer.feed_forward == "dense" or moe is None:
         return residual + compute * saved
     # Routed layers keep a copy of each token for each of its experts, in and out.

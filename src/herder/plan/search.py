@@ -22,13 +22,7 @@ from herder.plan.layout import (
     legal_tensor_degrees,
     tensor_degree_problem,
 )
-from herder.plan.memory import (
-    MemoryGb,
-    even_share,
-    memory_budget_bytes,
-    state_bytes,
-    training_memory,
-)
+from herder.plan.memory import MemoryGb, cannot_fit, training_memory
 from herder.plan.step_time import simulate_step
 
 MICRO_BATCH_TARGET_TOKENS = {"gpu": 16_384, "cpu": 2_048}
@@ -97,14 +91,10 @@ def make_layout(*, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: Zero
     )
 
 
-def _context_degrees(request: Request) -> Iterator[int]:
+def _context_degrees(request: Request) -> list[int]:
     longest = request.train.sequence_length // MIN_TOKENS_PER_CONTEXT_RANK
-    degree = 1
-    while degree == 1 or degree <= min(
-        MAX_CONTEXT_PARALLEL_SIZE, request.cluster.num_gpus, longest
-    ):
-        yield degree
-        degree *= 2
+    largest = max(1, min(MAX_CONTEXT_PARALLEL_SIZE, request.cluster.num_gpus, longest))
+    return [2**power for power in range(largest.bit_length())]
 
 
 def candidates(request: Request, layout: Layout) -> Iterator[Candidate]:
@@ -148,8 +138,7 @@ def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
 
 def fits(request: Request, layout: Layout) -> Iterator[Candidate]:
     """The ways this layout fits: without recompute before with it, large micro-batches first."""
-    state = state_bytes(even_share(request.sizes, layout), layout, request.state_widths(layout))
-    if state > memory_budget_bytes(request.gpu):
+    if cannot_fit(request, layout):
         return
     for candidate in candidates(request, layout):
         memory = training_memory(candidate)

@@ -174,11 +174,8 @@ def plan_serving(
 
 
 def _check_degree(request: _Request) -> None:
-    given, cluster, architecture = (
-        request.tensor_parallel_size,
-        request.cluster,
-        request.sizes.architecture,
-    )
+    given, cluster = request.tensor_parallel_size, request.cluster
+    architecture = request.sizes.architecture
     legal = legal_tensor_degrees(architecture, cluster, copies_kv_heads=False)
     if given is not None and given not in legal:
         problem = tensor_degree_problem(architecture, given, copies_kv_heads=False)

@@ -28,15 +28,10 @@ from herder.plan.parameters import Weight
 from herder.units import GB, TFLOP
 
 MATMUL_PEAK_SHARE = {
+    **dict.fromkeys(("h100", "h800"), 0.70),
+    **dict.fromkeys(("h200", "b200", "b300", "gb200", "gb300"), 0.72),
     "a100": 0.83,
     "v100": 0.75,
-    "h100": 0.70,
-    "h200": 0.72,
-    "h800": 0.70,
-    "b200": 0.72,
-    "b300": 0.72,
-    "gb200": 0.72,
-    "gb300": 0.72,
     "mi300x": 0.55,
 }
 """Large bf16 products over the dense peak. Hopper and later lower their clock under this load.
@@ -149,11 +144,11 @@ class _Stage:
         request, layout = candidate.request, candidate.layout
         architecture, tp = request.sizes.architecture, layout.tensor_parallel_size
         tokens, length = candidate.local_tokens, request.train.sequence_length
-        layers = request.sizes.stage_layers(layout.pipeline_parallel_size)[stage]
         per_key = attention_flops_per_key(architecture) / tp
         matmul = scores = traffic = 0.0
-        for layer, times in layers.items():
-            matmul += times * _layer_matmul_seconds(candidate, layer)
+        for layer, times in candidate.stage_layers(stage).items():
+            weights = request.sizes.kinds[layer]
+            matmul += times * sum(_matmul_seconds(candidate, weight) for weight in weights)
             scores += times * per_key * tokens * mean_keys(layer, length)
             traffic += times * tokens * layer_bytes_per_token(candidate, layer) * 2
         if stage == layout.pipeline_parallel_size - 1:
@@ -175,16 +170,12 @@ class _Stage:
 
     @property
     def layers(self) -> Counter[LayerSpec]:
-        pp = self.candidate.layout.pipeline_parallel_size
-        return self.candidate.request.sizes.stage_layers(pp)[self.stage]
+        return self.candidate.stage_layers(self.stage)
 
     @property
     def parameters(self) -> float:
         """Of one rank."""
-        layout = self.candidate.layout
-        tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
-        sizes, pp = self.candidate.request.sizes, layout.pipeline_parallel_size
-        return sizes.stage_on_rank(pp, self.stage, tp=tp, ep=ep).total
+        return self.candidate.stage_parameters(self.stage).total
 
     def group(self, num_ranks: int, stride: int) -> Group:
         """Ranks of one mesh axis."""
@@ -288,12 +279,6 @@ class _Stage:
 
 def _memory_bytes_per_second(gpu: GpuConfig) -> float:
     return gpu.memory_bandwidth_gb_per_second * GB * MEMORY_BANDWIDTH_SHARE
-
-
-def _layer_matmul_seconds(candidate: Candidate, layer: LayerSpec) -> float:
-    """Forward products of one layer."""
-    weights = candidate.request.sizes.kinds[layer]
-    return sum(_matmul_seconds(candidate, weight) for weight in weights)
 
 
 def _matmul_seconds(candidate: Candidate, weight: Weight) -> float:

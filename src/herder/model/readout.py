@@ -108,12 +108,19 @@ class _ChunkedCrossEntropy(Function):
 def _loss_and_gradient(
     logits_CV: Tensor, targets_C1: Tensor, weights_C1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The chunk's weighted loss in fp32, and its gradient at the logits in their dtype."""
-    logprob_CV = logits_CV.float().log_softmax(-1)
-    loss = -(logprob_CV.gather(1, targets_C1) * weights_C1).sum()
-    gradient_CV = logprob_CV.exp_().mul_(weights_C1)
+    """The chunk's weighted loss in fp32, and its gradient at the logits in their dtype.
+
+    softmax is formed in place: a second [C, V] tensor would be the step's largest.
+    """
+    dtype, logits_CV = logits_CV.dtype, logits_CV.float()
+    logits_CV -= logits_CV.amax(-1, keepdim=True)
+    chosen_C1 = logits_CV.gather(1, targets_C1)
+    odds_CV = logits_CV.exp_()
+    total_C1 = odds_CV.sum(-1, keepdim=True)
+    loss = ((total_C1.log() - chosen_C1) * weights_C1).sum()
+    gradient_CV = odds_CV.mul_(weights_C1 / total_C1)
     gradient_CV.scatter_add_(1, targets_C1, -weights_C1)
-    return loss, gradient_CV.to(logits_CV.dtype)
+    return loss, gradient_CV.to(dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -6,7 +6,7 @@ Owns the shared part only; biases, windows and norms that set families apart sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from herder.config.architecture import (
     Activation,
@@ -15,36 +15,35 @@ from herder.config.architecture import (
     LayerSpec,
     MlpConfig,
     NormConfig,
-    RopeConfig,
 )
 from herder.families.reading import ConfigReader
 from herder.families.rope import read_rope, write_rope
 from herder.families.weights import EMBEDDING, HEAD, WeightRule, WeightRules
 
 _ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
     "swish": "silu",
+    "silu": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
-_HF_ACTIVATIONS: dict[Activation, str] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "quick_gelu": "quick_gelu",
-}
+_HF_ACTIVATIONS = {ours: hf for hf, ours in _ACTIVATIONS.items()}
 
-RULES = (
+TINY = {
+    "vocab_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "initializer_range": 0.2,
+}
+"""What the tiny models of dense families share; each adds widths of its own."""
+
+_RULES = (
     WeightRule("model.embed_tokens.weight", EMBEDDING),
-    WeightRule(
-        "model.layers.{layer}.input_layernorm.weight", "layers.{layer}.attention_norm.weight"
-    ),
-    WeightRule(
-        "model.layers.{layer}.post_attention_layernorm.weight",
-        "layers.{layer}.feed_forward_norm.weight",
-    ),
     WeightRule("model.norm.weight", "norm.weight"),
     WeightRule("lm_head.weight", HEAD),
 )
@@ -56,8 +55,8 @@ IGNORABLE_TENSORS = (
     "model.rotary_emb.inv_freq",
 )
 """Tables that old versions saved and that are computed from the config."""
-_ATTENTION = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output"))
-_MLP = (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down"))
+_QKV = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
+_MLP = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -72,62 +71,20 @@ class ClassDefaults:
     """None: hidden_size / num_attention_heads."""
 
 
-@dataclass(frozen=True)
-class DenseKeys:
-    """The shared keys, read. Sizes are per model, head_dim per head."""
+def read_dense(
+    reader: ConfigReader,
+    defaults: ClassDefaults,
+    *,
+    layers: tuple[LayerSpec, ...],
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: Literal["none", "head"] = "none",
+) -> ArchitectureConfig:
+    """The architecture of the shared keys and of what the family read before.
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    activation: Activation
-    max_position_embeddings: int
-    initializer_range: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    rope: RopeConfig
-
-    def architecture(
-        self,
-        layers: tuple[LayerSpec, ...],
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        mlp_bias: bool = False,
-        norms_heads: bool = False,
-    ) -> ArchitectureConfig:
-        """The record, with what the family adds."""
-        return ArchitectureConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            max_position_embeddings=self.max_position_embeddings,
-            norm=NormConfig(eps=self.rms_norm_eps),
-            tie_embeddings=self.tie_word_embeddings,
-            attention=GroupedQueryAttention(
-                num_attention_heads=self.num_attention_heads,
-                num_key_value_heads=self.num_key_value_heads,
-                head_dim=self.head_dim,
-                qkv_bias=qkv_bias,
-                output_bias=output_bias,
-                qk_norm="head" if norms_heads else "none",
-                scale=self.head_dim**-0.5,
-            ),
-            ropes=(self.rope,),
-            mlp=MlpConfig(
-                intermediate_size=self.intermediate_size,
-                activation=self.activation,
-                bias=mlp_bias,
-            ),
-            layers=layers,
-            initializer_range=self.initializer_range,
-        )
-
-
-def read_dense(reader: ConfigReader, defaults: ClassDefaults) -> DenseKeys:
-    """Takes the shared keys. Sizes that no published file leaves out must be there."""
+    Sizes that no published file leaves out must be there. Raises what `reader.finish` raises.
+    """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.optional_integer("num_key_value_heads", defaults.num_key_value_heads)
@@ -140,28 +97,49 @@ def read_dense(reader: ConfigReader, defaults: ClassDefaults) -> DenseKeys:
             )
         head_dim = max(hidden_size // num_heads, 1)
     longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings)
-    return DenseKeys(
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=hidden_size,
+    keys = {
+        "vocab_size": reader.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "max_position_embeddings": longest,
+        "norm": NormConfig(eps=reader.number("rms_norm_eps", defaults.rms_norm_eps)),
+        "tie_embeddings": reader.boolean("tie_word_embeddings", False),
+        "ropes": (read_rope(reader, head_dim=head_dim, max_position_embeddings=longest),),
+        "initializer_range": reader.number("initializer_range", 0.02),
+    }
+    mlp = MlpConfig(
         intermediate_size=reader.integer("intermediate_size"),
-        num_hidden_layers=reader.integer("num_hidden_layers"),
+        activation=reader.choice("hidden_act", _ACTIVATIONS, "silu"),
+        bias=mlp_bias,
+    )
+    reader.finish()
+    attention = GroupedQueryAttention(
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
-        activation=reader.choice("hidden_act", _ACTIVATIONS, "silu"),
-        max_position_embeddings=longest,
-        initializer_range=reader.number("initializer_range", 0.02),
-        rms_norm_eps=reader.number("rms_norm_eps", defaults.rms_norm_eps),
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        rope=read_rope(reader, head_dim=head_dim, max_position_embeddings=longest),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        scale=head_dim**-0.5,
     )
+    return ArchitectureConfig(**keys, attention=attention, mlp=mlp, layers=layers)
+
+
+def grouped_attention_of(architecture: ArchitectureConfig) -> GroupedQueryAttention:
+    """The attention of a dense family's model."""
+    attention = architecture.attention
+    assert isinstance(attention, GroupedQueryAttention), "dense families have no latent attention"
+    return attention
+
+
+def mlp_of(architecture: ArchitectureConfig) -> MlpConfig:
+    """The feed-forward of a dense family's model."""
+    assert architecture.mlp is not None, "dense families have a feed-forward of their own"
+    return architecture.mlp
 
 
 def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
     """The shared keys of a config.json."""
-    attention, mlp = architecture.attention, architecture.mlp
-    assert isinstance(attention, GroupedQueryAttention), "dense families have no latent attention"
-    assert mlp is not None, "dense families have a feed-forward of their own"
+    attention, mlp = grouped_attention_of(architecture), mlp_of(architecture)
     return {
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.hidden_size,
@@ -181,33 +159,30 @@ def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def dense_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names of a dense decoder: which biases and norms exist is read off the record."""
-    attention, mlp = architecture.attention, architecture.mlp
-    assert isinstance(attention, GroupedQueryAttention), "dense families have no latent attention"
-    assert mlp is not None, "dense families have a feed-forward of their own"
-    rules = [*RULES]
-    for hub, ours in _ATTENTION:
-        has_bias = attention.output_bias if ours == "output" else attention.qkv_bias
-        rules += _linear_rules(f"self_attn.{hub}", f"attention.{ours}", has_bias=has_bias)
-    for hub, ours in _MLP:
-        rules += _linear_rules(f"mlp.{hub}", f"feed_forward.{ours}", has_bias=mlp.bias)
+    attention, mlp = grouped_attention_of(architecture), mlp_of(architecture)
+    linears = [
+        *((f"self_attn.{hub}", f"attention.{ours}", attention.qkv_bias) for hub, ours in _QKV),
+        ("self_attn.o_proj", "attention.output", attention.output_bias),
+        *(
+            (f"mlp.{each}_proj", f"feed_forward.{each}", mlp.bias)
+            for each in ("gate", "up", "down")
+        ),
+        ("input_layernorm", "attention_norm", False),
+        ("post_attention_layernorm", "feed_forward_norm", False),
+    ]
     if attention.qk_norm == "head":
-        for hub, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
-            rules += _linear_rules(f"self_attn.{hub}", f"attention.{ours}", has_bias=False)
+        linears += [
+            ("self_attn.q_norm", "attention.query_norm", False),
+            ("self_attn.k_norm", "attention.key_norm", False),
+        ]
+    in_layers = [
+        WeightRule(f"model.layers.{{layer}}.{hub}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
+        for hub, ours, has_bias in linears
+        for kind in (("weight", "bias") if has_bias else ("weight",))
+    ]
     return WeightRules(
-        rules=tuple(rules),
+        rules=(*_RULES, *in_layers),
         num_layers=architecture.num_layers,
         tied=architecture.tie_embeddings,
         ignorable=IGNORABLE_TENSORS,
     )
-
-
-def _linear_rules(hub: str, ours: str, *, has_bias: bool) -> list[WeightRule]:
-    return [
-        WeightRule(f"model.layers.{{layer}}.{hub}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
-        for kind in (("weight", "bias") if has_bias else ("weight",))
-    ]
-
-
-def full_attention_layers(num_layers: int) -> tuple[LayerSpec, ...]:
-    """Layers that all see everything before them."""
-    return (LayerSpec(),) * num_layers

@@ -29,5 +29,13 @@ class Family:
     to_hf: Callable[[ArchitectureConfig], dict[str, Any]]
     """Keys of a config.json; what the family cannot express is left out, the registry notices."""
     weight_rules: Callable[[ArchitectureConfig], WeightRules]
-    tiny_config: Callable[[], dict[str, Any]]
-    """A config.json of a model small enough to build in a test, its sizes all unequal."""
+    tiny: Mapping[str, Any]
+    """Keys of a model small enough to build in a test, its sizes all unequal."""
+
+    def config_json(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json of this family with these keys."""
+        return {"architectures": [self.architectures[0]], "model_type": self.name, **keys}
+
+    def tiny_config(self) -> dict[str, Any]:
+        """The config.json of the tiny model."""
+        return self.config_json(self.tiny)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, LayerSpec
-from herder.families.dense import ClassDefaults, dense_rules, read_dense, write_dense
+from herder.families.dense import TINY, ClassDefaults, dense_rules, read_dense, write_dense
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
@@ -21,7 +21,6 @@ WINDOW = 4096
 def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a MistralForCausalLM."""
     reader = ConfigReader(config, where=where)
-    keys = read_dense(reader, DEFAULTS)
     window = reader.optional_integer("sliding_window", WINDOW)
     reader.neutral("attention_bias", False)
     if "layer_types" in config:
@@ -30,34 +29,13 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
             "layer_types makes this a Ministral (transformers reads it as one), "
             "and that family is not supported"
         )
-    reader.finish()
     layer = LayerSpec() if window is None else LayerSpec(attention="sliding", window=window)
-    return keys.architecture((layer,) * keys.num_hidden_layers)
+    return read_dense(reader, DEFAULTS, layers=(layer,) * reader.integer("num_hidden_layers"))
 
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; the window is always written, for its absence would mean 4,096."""
     return {**write_dense(architecture), "sliding_window": architecture.layers[0].window}
-
-
-def tiny_config() -> dict[str, Any]:
-    """A window of 8 and heads wider than hidden_size / num_attention_heads."""
-    return {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "vocab_size": 160,
-        "hidden_size": 40,
-        "intermediate_size": 88,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "sliding_window": 8,
-        "initializer_range": 0.2,
-    }
 
 
 FAMILIES = (
@@ -67,6 +45,12 @@ FAMILIES = (
         from_hf=from_hf,
         to_hf=to_hf,
         weight_rules=dense_rules,
-        tiny_config=tiny_config,
+        tiny={
+            **TINY,
+            "hidden_size": 40,
+            "intermediate_size": 88,
+            "head_dim": 16,
+            "sliding_window": 8,
+        },
     ),
 )

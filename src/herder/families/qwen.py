@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
+from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.families.dense import (
+    TINY,
     ClassDefaults,
-    DenseKeys,
     dense_rules,
+    grouped_attention_of,
     read_dense,
     write_dense,
 )
@@ -33,24 +34,26 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def qwen2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a Qwen2ForCausalLM."""
     reader = ConfigReader(config, where=where)
-    keys = read_dense(reader, QWEN2_DEFAULTS)
-    layers = _read_layers(reader, keys)
-    reader.finish()
-    return keys.architecture(layers, qkv_bias=True)
+    return read_dense(reader, QWEN2_DEFAULTS, layers=_read_layers(reader), qkv_bias=True)
 
 
 def qwen3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a Qwen3ForCausalLM."""
     reader = ConfigReader(config, where=where)
-    keys = read_dense(reader, QWEN3_DEFAULTS)
-    layers = _read_layers(reader, keys)
-    bias = reader.boolean("attention_bias", False)
-    reader.finish()
-    return keys.architecture(layers, qkv_bias=bias, output_bias=bias, norms_heads=True)
+    has_bias = reader.boolean("attention_bias", False)
+    return read_dense(
+        reader,
+        QWEN3_DEFAULTS,
+        layers=_read_layers(reader),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        qk_norm="head",
+    )
 
 
-def _read_layers(reader: ConfigReader, keys: DenseKeys) -> tuple[LayerSpec, ...]:
+def _read_layers(reader: ConfigReader) -> tuple[LayerSpec, ...]:
     """Full or sliding attention by layer: layer_types where given, else the window rule."""
+    num_layers = reader.integer("num_hidden_layers")
     uses_window = reader.boolean("use_sliding_window", False)
     window = reader.optional_integer("sliding_window", WINDOW)
     first = reader.integer("max_window_layers", FIRST_WINDOW_LAYER, minimum=0)
@@ -58,14 +61,9 @@ def _read_layers(reader: ConfigReader, keys: DenseKeys) -> tuple[LayerSpec, ...]
     types = reader.optional_texts("layer_types")
     if types is None:
         slides = uses_window and window is not None
-        types = [
-            _SLIDING if slides and index >= first else _FULL
-            for index in range(keys.num_hidden_layers)
-        ]
-    if len(types) != keys.num_hidden_layers:
-        reader.problem(
-            f"layer_types has {len(types)} entries, num_hidden_layers={keys.num_hidden_layers}"
-        )
+        types = [_SLIDING if slides and index >= first else _FULL for index in range(num_layers)]
+    if len(types) != num_layers:
+        reader.problem(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
     unknown = sorted({kind for kind in types if kind not in (_FULL, _SLIDING)})
     if unknown:
         reader.problem(f"layer_types has {', '.join(unknown)}; known: {_FULL}, {_SLIDING}")
@@ -79,22 +77,11 @@ def _read_layers(reader: ConfigReader, keys: DenseKeys) -> tuple[LayerSpec, ...]
 
 
 def qwen2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Keys of a config.json."""
-    return {**write_dense(architecture), **_write_layers(architecture)}
-
-
-def qwen3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Keys of a config.json."""
-    attention = architecture.attention
-    assert isinstance(attention, GroupedQueryAttention), "dense families have no latent attention"
-    return {**qwen2_to_hf(architecture), "attention_bias": attention.output_bias}
-
-
-def _write_layers(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """layer_types say it all; max_window_layers repeats them where the old rule can."""
+    """Keys of a config.json: layer_types say it all, max_window_layers repeats them if it can."""
     slides = [layer.attention == "sliding" for layer in architecture.layers]
     windows = [layer.window for layer in architecture.layers if layer.window is not None]
     return {
+        **write_dense(architecture),
         "use_sliding_window": any(slides),
         "sliding_window": windows[0] if windows else None,
         "max_window_layers": slides.index(True) if any(slides) else architecture.num_layers,
@@ -102,45 +89,10 @@ def _write_layers(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def qwen2_tiny_config() -> dict[str, Any]:
-    """Tied, with a window on the last of three layers."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 160,
-        "hidden_size": 56,
-        "intermediate_size": 72,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "use_sliding_window": True,
-        "sliding_window": 8,
-        "max_window_layers": 2,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.2,
-    }
-
-
-def qwen3_tiny_config() -> dict[str, Any]:
-    """Untied, heads wider than hidden_size / num_attention_heads."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 160,
-        "hidden_size": 48,
-        "intermediate_size": 104,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "initializer_range": 0.2,
-    }
+def qwen3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    attention_bias = grouped_attention_of(architecture).output_bias
+    return {**qwen2_to_hf(architecture), "attention_bias": attention_bias}
 
 
 FAMILIES = (
@@ -150,7 +102,16 @@ FAMILIES = (
         from_hf=qwen2_from_hf,
         to_hf=qwen2_to_hf,
         weight_rules=dense_rules,
-        tiny_config=qwen2_tiny_config,
+        tiny={
+            **TINY,
+            "hidden_size": 56,
+            "intermediate_size": 72,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
     ),
     Family(
         name="qwen3",
@@ -158,6 +119,6 @@ FAMILIES = (
         from_hf=qwen3_from_hf,
         to_hf=qwen3_to_hf,
         weight_rules=dense_rules,
-        tiny_config=qwen3_tiny_config,
+        tiny={**TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
     ),
 )

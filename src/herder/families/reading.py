@@ -90,8 +90,6 @@ class ConfigReader:
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """An int of at least 1, or null; `default` is what an absent key means."""
-        if self._is_null(key):
-            return None
         value = self._take(key, default)
         return None if value is None else self.integer(key, value)
 
@@ -176,14 +174,20 @@ class ConfigReader:
         """Raises ConfigError with every problem, unread keys included; ModelError if quantized."""
         quantization = self._config.get("quantization_config")
         if quantization is not None:
-            raise ModelError(_quantized(self._where, quantization))
+            is_told = isinstance(quantization, Mapping)
+            method = quantization.get("quant_method") if is_told else quantization
+            raise ModelError(
+                f"{self._where}: the weights are quantized (quantization_config, format "
+                f"{method!r}), which cannot be read. Take the model's unquantized weights, or a "
+                "GGUF file of it."
+            )
         for key, values in NEUTRAL.items():
             self.neutral(key, *values)
         self._refuse_unread(IGNORABLE)
         for section in self._sections:
             section._refuse_unread(frozenset())
         if self.problems:
-            listed = "\n  ".join(self.problems)
+            listed = "\n  ".join(dict.fromkeys(self.problems))
             raise ConfigError(f"{self._where}: config.json cannot be read.\n  {listed}")
 
     def _refuse_unread(self, ignorable: frozenset[str]) -> None:
@@ -198,10 +202,6 @@ class ConfigReader:
         self._known.add(key)
         return self._config.get(key, default)
 
-    def _is_null(self, key: str) -> bool:
-        self._known.add(key)
-        return key in self._config and self._config[key] is None
-
     def _wrong(self, key: str, value: Any, wanted: str, hint: str = "") -> None:
         given = "is missing" if value is REQUIRED else f"is {_json(value)}"
         self.problems.append(f"{self._path}{key} {given}; it must be {wanted}. {hint}".rstrip())
@@ -210,11 +210,3 @@ class ConfigReader:
 def _json(value: Any) -> str:
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _quantized(where: str, quantization: Any) -> str:
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    return (
-        f"{where}: the weights are quantized (quantization_config, format "
-        f"{method or 'unnamed'!r}), which cannot be read. Take the model's unquantized weights, or a GGUF file of it."
-    )

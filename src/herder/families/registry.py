@@ -57,14 +57,10 @@ def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> F
             continue
         if not architectures or architectures[0] in family.architectures:
             return family
-    raise ModelError(_unsupported(name, model_type, architectures))
-
-
-def _unsupported(name: str, model_type: Any, architectures: Any) -> str:
     claimed = [each for family in families().values() for each in family.architectures]
-    wanted = f"architectures={architectures!r}" if architectures else "no architectures"
-    return (
-        f"{name}: model_type={model_type!r} with {wanted} is not supported. "
+    given = f"architectures={architectures!r}" if architectures else "no architectures"
+    raise ModelError(
+        f"{name}: model_type={model_type!r} with {given} is not supported. "
         f"Supported: {', '.join(sorted(claimed))}."
     )
 
@@ -79,9 +75,12 @@ def architecture_from_hf(config_json: Mapping[str, Any], *, name: str) -> Archit
     try:
         return family.from_hf(config_json, name)
     except ValidationError as error:
-        raise ConfigError(
-            f"{name}: config.json does not describe a model.\n  {_told(error)}"
-        ) from None
+        problems = [
+            ".".join(map(str, each["loc"])) + " " + each["msg"].removeprefix("Value error, ")
+            for each in error.errors()
+        ]
+        listed = "\n  ".join(map(str.strip, problems))
+        raise ConfigError(f"{name}: config.json does not describe a model.\n  {listed}") from None
 
 
 def architecture_to_hf(architecture: ArchitectureConfig, *, family: str) -> dict[str, Any]:
@@ -90,28 +89,13 @@ def architecture_to_hf(architecture: ArchitectureConfig, *, family: str) -> dict
     Raises ModelError when the family's class cannot express the architecture.
     """
     chosen = family_named(family)
-    config = {
-        "architectures": [chosen.architectures[0]],
-        "model_type": chosen.name,
-        **chosen.to_hf(architecture),
-    }
+    config = chosen.config_json(chosen.to_hf(architecture))
     back = chosen.from_hf(config, f"a {family} config.json")
-    if back != architecture:
+    fields = type(back).model_fields
+    lost = [each for each in fields if getattr(back, each) != getattr(architecture, each)]
+    if lost:
         raise ModelError(
             f"family {family!r} cannot express this architecture: its config.json would not keep "
-            f"{', '.join(_differing(back, architecture))}."
+            f"{', '.join(lost)}."
         )
     return config
-
-
-def _differing(a: ArchitectureConfig, b: ArchitectureConfig) -> list[str]:
-    return [name for name in type(a).model_fields if getattr(a, name) != getattr(b, name)]
-
-
-def _told(error: ValidationError) -> str:
-    return "\n  ".join(
-        ".".join(map(str, each["loc"])) + ": " + each["msg"].removeprefix("Value error, ")
-        if each["loc"]
-        else each["msg"].removeprefix("Value error, ")
-        for each in error.errors()
-    )

@@ -25,12 +25,7 @@ from herder.config.architecture import (
 from herder.families.reading import ConfigReader
 
 _KINDS = {
-    "default": "default",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "llama3": "llama3",
-    "longrope": "longrope",
+    **{kind: kind for kind in ("default", "linear", "dynamic", "yarn", "llama3", "longrope")},
     "su": "longrope",
 }
 THETA = 10_000.0
@@ -45,53 +40,23 @@ def read_rope(reader: ConfigReader, *, head_dim: int, max_position_embeddings: i
     of transformers differ in which they would take.
     """
     theta = reader.number("rope_theta", THETA)
-    window = reader.optional_integer("original_max_position_embeddings")
-    sections = [reader.optional_section(key) for key in ("rope_parameters", "rope_scaling")]
     partial = reader.optional_number("partial_rotary_factor")
-    ropes = [
-        _read_section(
-            section,
-            theta=theta,
-            head_dim=head_dim,
-            max_position_embeddings=max_position_embeddings,
-            window=window,
-            partial=partial,
-        )
-        for section in sections
-        if section is not None
-    ]
-    if len(ropes) == 2 and ropes[0] != ropes[1] and not reader.problems:
+    window = reader.optional_integer("original_max_position_embeddings")
+    found: list[tuple[float, RopeScaling]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        section = reader.optional_section(key)
+        if section is not None:
+            # As Phi-3 writes it, the original window stands outside.
+            own = section.optional_integer("original_max_position_embeddings")
+            scaling = _scaling(section, partial, max_position_embeddings, window or own)
+            found.append((section.number("rope_theta", theta), scaling))
+    if len(found) == 2 and found[0] != found[1] and not reader.problems:
         reader.problem(
             "rope_parameters and rope_scaling describe different rotations; keep only the right one"
         )
-    return ropes[0] if ropes else _build(reader, theta, head_dim, DefaultScaling())
-
-
-def _read_section(
-    section: ConfigReader,
-    *,
-    theta: float,
-    head_dim: int,
-    max_position_embeddings: int,
-    window: int | None,
-    partial: float | None,
-) -> RopeConfig:
-    kind_key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
-    section.ignore("type", "rope_type")
-    kind = section.choice(kind_key, _KINDS, "default")
-    theta = section.number("rope_theta", theta)
-    partial = section.optional_number("partial_rotary_factor") or partial
-    if kind != "default" and partial not in (None, 1.0):
-        section.problem(
-            f"partial_rotary_factor={partial} with rope {kind!r}: these families rotate whole heads"
-        )
-    scaling = _SCALINGS[kind](section, max_position_embeddings, window)
-    return _build(section, theta, head_dim, scaling)
-
-
-def _build(reader: ConfigReader, theta: float, rotary_dim: int, scaling: RopeScaling) -> RopeConfig:
+    theta, scaling = found[0] if found else (theta, DefaultScaling())
     try:
-        return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+        return RopeConfig(theta=theta, rotary_dim=head_dim, scaling=scaling)
     except ValidationError as error:
         if not reader.problems:
             for each in error.errors():
@@ -99,82 +64,67 @@ def _build(reader: ConfigReader, theta: float, rotary_dim: int, scaling: RopeSca
         return RopeConfig(theta=theta, rotary_dim=2)
 
 
-def _default(section: ConfigReader, _: int, __: int | None) -> DefaultScaling:
-    section.ignore("original_max_position_embeddings")
+def _scaling(
+    section: ConfigReader, partial: float | None, longest: int, window: int | None
+) -> RopeScaling:
+    """`window`: before scaling, where the config says; else it is the model's, `longest`."""
+    kind_key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
+    section.ignore("type", "rope_type")
+    kind = section.choice(kind_key, _KINDS, "default")
+    partial = section.optional_number("partial_rotary_factor") or partial
+    if kind != "default" and partial not in (None, 1.0):
+        section.problem(
+            f"partial_rotary_factor={partial} with rope {kind!r}: these families rotate whole heads"
+        )
+    original = window or longest
+    match kind:
+        case "linear":
+            return LinearScaling(factor=section.number("factor"))
+        case "dynamic":
+            # transformers stretches from the model's window, whatever else the section says.
+            factor = section.number("factor")
+            return DynamicScaling(factor=factor, original_max_position_embeddings=longest)
+        case "llama3":
+            return Llama3Scaling(
+                factor=section.number("factor"),
+                low_freq_factor=section.number("low_freq_factor"),
+                high_freq_factor=section.number("high_freq_factor"),
+                original_max_position_embeddings=original,
+            )
+        case "yarn":
+            return _yarn(section, original)
+        case "longrope":
+            return _longrope(section, longest, original)
     section.neutral("factor", 1, None)
     return DefaultScaling()
 
 
-def _linear(section: ConfigReader, _: int, __: int | None) -> LinearScaling:
-    section.ignore("original_max_position_embeddings")
-    return LinearScaling(factor=section.number("factor"))
-
-
-def _dynamic(section: ConfigReader, longest: int, _: int | None) -> DynamicScaling:
-    """transformers stretches from max_position_embeddings, whatever else the section says."""
-    section.ignore("original_max_position_embeddings")
-    factor = section.number("factor")
-    return DynamicScaling(factor=factor, original_max_position_embeddings=longest)
-
-
-def _llama3(section: ConfigReader, longest: int, window: int | None) -> Llama3Scaling:
-    return Llama3Scaling(
-        factor=section.number("factor"),
-        low_freq_factor=section.number("low_freq_factor"),
-        high_freq_factor=section.number("high_freq_factor"),
-        original_max_position_embeddings=_original(section, longest, window),
-    )
-
-
-def _yarn(section: ConfigReader, longest: int, window: int | None) -> YarnScaling:
+def _yarn(section: ConfigReader, original: int) -> YarnScaling:
     section.ignore("finetuned")
-    original = _original(section, longest, window)
     factor = section.number("factor")
-    given = section.optional_number("attention_factor")
     mscale = section.optional_number("mscale")
     mscale_all_dim = section.optional_number("mscale_all_dim")
-    if given is None:
-        given = yarn_attention_factor(factor, mscale, mscale_all_dim)
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
         beta_fast=section.optional_number("beta_fast") or 32.0,
         beta_slow=section.optional_number("beta_slow") or 1.0,
         truncate=section.boolean("truncate", True),
-        attention_factor=given,
+        attention_factor=section.optional_number("attention_factor")
+        or yarn_attention_factor(factor, mscale, mscale_all_dim),
     )
 
 
-def _longrope(section: ConfigReader, longest: int, window: int | None) -> LongRopeScaling:
-    original = _original(section, longest, window)
+def _longrope(section: ConfigReader, longest: int, original: int) -> LongRopeScaling:
     factor = section.optional_number("factor") or longest / original
-    given = section.optional_number("attention_factor")
-    if given is None:
-        stretched = factor > 1 and original > 1
-        given = math.sqrt(1 + math.log(factor) / math.log(original)) if stretched else 1.0
+    is_stretched = factor > 1 and original > 1
+    own = math.sqrt(1 + math.log(factor) / math.log(original)) if is_stretched else 1.0
     return LongRopeScaling(
         short_factor=section.numbers("short_factor"),
         long_factor=section.numbers("long_factor"),
         original_max_position_embeddings=original,
-        attention_factor=given,
+        attention_factor=section.optional_number("attention_factor") or own,
     )
-
-
-_SCALINGS = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
-
-
-def _original(section: ConfigReader, longest: int, window: int | None) -> int:
-    """The window before scaling: the top-level key (as Phi-3 writes it), the section's, or the
-    model's window."""
-    own = section.optional_integer("original_max_position_embeddings")
-    return window or own or longest
 
 
 def yarn_attention_factor(
@@ -195,12 +145,9 @@ def _mscale(factor: float, mscale: float) -> float:
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`: the spelling that old and new readers both know."""
-    scaling = rope.scaling.model_dump(exclude={"kind"})
-    for key in ("short_factor", "long_factor"):
-        if key in scaling:
-            scaling[key] = list(scaling[key])
-    if rope.scaling.kind in ("default", "dynamic"):
-        scaling.pop("original_max_position_embeddings", None)
+    scaling = rope.scaling.model_dump(mode="json", exclude={"kind"})
+    if rope.scaling.kind == "dynamic":
+        del scaling["original_max_position_embeddings"]
     if scaling.get("truncate") is True:
         del scaling["truncate"]
     written = {"rope_type": rope.scaling.kind, **scaling}

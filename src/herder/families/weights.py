@@ -7,7 +7,7 @@ whose names it lists (a safetensors folder, a GGUF file).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from herder.errors import WeightsError
@@ -41,19 +41,12 @@ class WeightRules:
 
     def pairs(self) -> dict[str, str]:
         """Hub name -> our name for every tensor of the model; the head too when it is tied."""
-        return dict(self._pairs())
-
-    def _pairs(self) -> Iterator[tuple[str, str]]:
+        found: dict[str, str] = {}
         for rule in self.rules:
-            if LAYER not in rule.hub:
-                yield rule.hub, rule.ours
-                continue
-            for layer in range(self.num_layers) if rule.layers is None else rule.layers:
-                yield rule.hub.replace(LAYER, str(layer)), rule.ours.replace(LAYER, str(layer))
-
-    def our_names(self) -> set[str]:
-        """Every parameter the model has; a tied head is the embedding and is not listed."""
-        return {ours for ours in self.pairs().values() if not (self.tied and ours == HEAD)}
+            every = range(self.num_layers) if rule.layers is None else rule.layers
+            for layer in map(str, every if LAYER in rule.hub else (0,)):
+                found[rule.hub.replace(LAYER, layer)] = rule.ours.replace(LAYER, layer)
+        return found
 
     def to_ours(self, hub_names: Iterable[str], *, where: str) -> dict[str, str]:
         """Hub name -> our name for the tensors to load out of those present.
@@ -62,15 +55,19 @@ class WeightRules:
         with both matrices loads the embedding (that they are equal is the caller's check), and
         one with only the head fills the embedding from it.
         """
-        present = {name for name in hub_names if not self._is_ignorable(name)}
+        ignorable = "|".join(
+            re.escape(each).replace(re.escape(LAYER), r"\d+") for each in self.ignorable
+        )
+        present = {name for name in hub_names if not re.fullmatch(ignorable, name)}
         wanted = self.pairs()
         unknown = present - wanted.keys()
-        if self.tied:
-            wanted = self._one_of_tied(wanted, present)
-        missing = wanted.keys() - present
-        if missing or unknown:
-            raise WeightsError(_mismatch(where, sorted(missing), sorted(unknown)))
-        return {hub: ours for hub, ours in wanted.items() if hub in present}
+        if (names := self.tied_hub_names()) is not None:
+            embedding, head = names
+            unused = embedding if head in present and embedding not in present else head
+            del wanted[unused]
+            wanted[head if unused == embedding else embedding] = EMBEDDING
+        _refuse_mismatch(where, missing=wanted.keys() - present, unknown=unknown)
+        return wanted
 
     def to_hub(self, our_names: Iterable[str], *, where: str) -> dict[str, str]:
         """Our name -> hub name, total in the same way; a tied head is not written."""
@@ -78,9 +75,7 @@ class WeightRules:
         if self.tied:
             wanted.pop(HEAD, None)
         present = set(our_names)
-        missing, unknown = wanted.keys() - present, present - wanted.keys()
-        if missing or unknown:
-            raise WeightsError(_mismatch(where, sorted(missing), sorted(unknown)))
+        _refuse_mismatch(where, missing=wanted.keys() - present, unknown=present - wanted.keys())
         return wanted
 
     def tied_hub_names(self) -> tuple[str, str] | None:
@@ -88,36 +83,21 @@ class WeightRules:
         hub_of = {ours: hub for hub, ours in self.pairs().items()}
         return (hub_of[EMBEDDING], hub_of[HEAD]) if self.tied else None
 
-    def _one_of_tied(self, wanted: dict[str, str], present: set[str]) -> dict[str, str]:
-        hub_of = {ours: hub for hub, ours in wanted.items()}
-        embedding, head = hub_of[EMBEDDING], hub_of[HEAD]
-        rest = {hub: ours for hub, ours in wanted.items() if hub not in (embedding, head)}
-        source = head if head in present and embedding not in present else embedding
-        return {source: EMBEDDING, **rest}
 
-    def _is_ignorable(self, name: str) -> bool:
-        return any(_matches(template, name) for template in self.ignorable)
-
-
-def _matches(template: str, name: str) -> bool:
-    pattern = re.escape(template).replace(re.escape(LAYER), r"\d+")
-    return re.fullmatch(pattern, name) is not None
-
-
-def _mismatch(where: str, missing: list[str], unknown: list[str]) -> str:
+def _refuse_mismatch(where: str, *, missing: Set[str], unknown: Set[str]) -> None:
+    kinds = {"missing": missing, "that the architecture does not have": unknown}
     parts = [
-        f"{len(names)} {kind}: {_listed(names)}"
-        for kind, names in (("missing", missing), ("that the architecture does not have", unknown))
-        if names
+        f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds.items() if names
     ]
-    return (
-        f"{where}: tensors do not match the architecture.\n  "
-        + "\n  ".join(parts)
-        + "\nThe weights belong to another config.json, or files of this model are missing."
-    )
+    if parts:
+        raise WeightsError(
+            f"{where}: tensors do not match the architecture.\n  "
+            + "\n  ".join(parts)
+            + "\nThe weights belong to another config.json, or files of this model are missing."
+        )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_LISTED])
+def listed(names: Sequence[str], *, separator: str = ", ") -> str:
+    """The first dozen, and how many more there are."""
     rest = len(names) - _MOST_LISTED
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    return separator.join([*names[:_MOST_LISTED], *([f"and {rest} more"] if rest > 0 else [])])

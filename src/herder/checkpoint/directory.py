@@ -18,8 +18,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from herder.checkpoint.manifest import verify_manifest
 from herder.errors import CheckpointError
+from herder.units import format_gb
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -100,12 +103,42 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def fresh_folder(final: Path) -> Path:
-    """An empty folder beside `final`, to be filled and then renamed to it."""
-    folder = final.with_name(f".writing-{final.name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+@contextmanager
+def writing(final: Path, *, num_bytes: int, advice: str = "") -> Generator[Path]:
+    """A fresh folder beside `final` to fill, renamed to it once all of it is on the disk.
+
+    num_bytes: what is about to be written, for the message; a checkpoint that is there is replaced.
+    Raises CheckpointError when it cannot be written (a full disk): then nothing of it is left.
+    """
+    fresh = final.with_name(f".writing-{final.name}")
+    try:
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            yield fresh
+            for path in (*fresh.iterdir(), fresh):
+                _force_to_disk(path)
+            if _STEP.fullmatch(final.name) and final.exists():
+                remove_checkpoint(final)
+            fresh.rename(final)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+    except (OSError, SafetensorError) as error:
+        existing = next(parent for parent in final.absolute().parents if parent.exists())
+        free = format_gb(shutil.disk_usage(existing).free)
+        reason = getattr(error, "strerror", None) or error
+        told = f"{final} could not be written: {reason}. It needs {format_gb(num_bytes)}, free: {free}."
+        raise CheckpointError(f"{told} Nothing half-written was left. {advice}".rstrip()) from error
+
+
+def _force_to_disk(path: Path) -> None:
+    """Wait until the file or folder is on the device, so that the rename cannot overtake it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_unfinished(run_directory: Path) -> None:

@@ -7,6 +7,7 @@ Source: the GGUF specification, github.com/ggml-org/ggml, docs/gguf.md.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from herder.checkpoint.stored import StoredTensor
 from herder.errors import ModelError, WeightsError
 
 MAGIC = b"GGUF"
@@ -45,25 +47,12 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """Where one tensor lies and how it is stored."""
-
-    kind: str
-    """F32, F16, BF16, Q8_0, ..."""
-    shape: tuple[int, ...]
-    """Slowest dim first, as in torch; the file has it the other way round."""
-    start: int
-    """Bytes from the start of the file."""
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class GgufFile:
     """All that a file says about itself."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -125,7 +114,7 @@ class _Cursor:
         kind, offset = self.unpack("IQ")
         return name, shape, kind, offset
 
-    def place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    def place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
         known = TENSOR_TYPES.get(kind)
         if known is None:
             names = ", ".join(sorted(each for each, _, _ in TENSOR_TYPES.values()))
@@ -136,12 +125,10 @@ class _Cursor:
         label, values, num_bytes = known
         if shape and shape[-1] % values:
             raise self.damaged(f"rows of {shape[-1]} values in tensor {name!r} of type {label}")
-        count = 1
-        for dim in shape:
-            count *= dim
-        return GgufTensor(label, shape, start, count // values * num_bytes)
+        num_blocks = math.prod(shape) // values
+        return StoredTensor(self.path, label, shape, start, num_blocks * num_bytes)
 
-    def refuse_short(self, tensors: Mapping[str, GgufTensor]) -> None:
+    def refuse_short(self, tensors: Mapping[str, StoredTensor]) -> None:
         size = len(self.data)
         cut = [name for name, each in tensors.items() if each.start + each.num_bytes > size]
         if cut:

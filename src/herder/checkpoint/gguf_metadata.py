@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from herder.checkpoint.gguf_file import GgufFile
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.errors import ModelError, close_match
 from herder.families.weights import EMBEDDING, HEAD, LAYER, WeightRule, WeightRules
 
@@ -118,6 +119,15 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
             "Take the model's Hugging Face folder."
         )
     return ARCHITECTURES[name]
+
+
+def permuted_heads(file: GgufFile, architecture: ArchitectureConfig) -> dict[str, int]:
+    """Heads of the projections whose rows pair neighbours, by the projection's name in the file."""
+    if not architecture_of(file).is_permuted:
+        return {}
+    attention = architecture.attention
+    assert isinstance(attention, GroupedQueryAttention), "GGUF families have grouped heads"
+    return {"attn_q": attention.num_attention_heads, "attn_k": attention.num_key_value_heads}
 
 
 def config_json(file: GgufFile, *, frequency_factors: tuple[float, ...] = ()) -> dict[str, Any]:

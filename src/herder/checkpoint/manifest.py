@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from pydantic import NonNegativeInt, ValidationError
@@ -38,16 +37,13 @@ class Manifest(Record):
 
 
 def write_manifest(folder: Path) -> Manifest:
-    """Describe all files of `folder` in its manifest, everything forced to the disk."""
+    """Describe all files of `folder` in its manifest."""
     entries = dict[str, FileEntry]()
     for path in sorted(folder.iterdir()):
-        _force_to_disk(path)
         entries[path.name] = FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
     manifest = Manifest(files=entries)
     target = folder / MANIFEST
     target.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    _force_to_disk(target)
-    _force_to_disk(folder)
     return manifest
 
 
@@ -88,12 +84,3 @@ def _problem(path: Path, entry: FileEntry, *, reads_contents: bool) -> str | Non
     if reads_contents and sha256_of(path) != entry.sha256:
         return f"{path.name} has another sha256 than when it was written"
     return None
-
-
-def _force_to_disk(path: Path) -> None:
-    """Wait until the file or folder is on the device, so that the rename cannot overtake it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,8 +13,6 @@ under our parameter names. Knows tensors by name only: neither the loop nor how 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from herder.checkpoint.directory import (
-    checkpoint_path,
-    fresh_folder,
-    keep_newest,
-    remove_checkpoint,
-)
+from herder.checkpoint.directory import checkpoint_path, keep_newest, writing
 from herder.checkpoint.manifest import verify_manifest, write_manifest
 from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
 from herder.config.record import Record
 from herder.errors import CheckpointError
-from herder.units import format_gb
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -101,19 +93,24 @@ def save_checkpoint(
     cannot be written (a full disk): nothing half-written stays, earlier checkpoints are untouched.
     """
     final = checkpoint_path(run_directory, progress.step)
-    try:
-        folder = fresh_folder(final)
-        try:
-            num_bytes = _write(folder, tensors, progress, meta, model_files)
-            if final.exists():
-                remove_checkpoint(final)
-            folder.rename(final)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        keep_newest(run_directory, keep_last=keep_last)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(_cannot_write(final, tensors, error)) from error
+    parts = {MODEL: tensors.model, OPTIMIZER: tensors.optimizer}
+    needed = sum(tensor.nbytes for live in parts.values() for tensor in live.values())
+    advice = (
+        "Earlier checkpoints are untouched. Make room or lower checkpoint.keep_last, then run the "
+        "same command to go on from the newest one."
+    )
+    with writing(final, num_bytes=needed, advice=advice) as folder:
+        for name, live in parts.items():
+            stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}
+            save_file(stored, folder / name, metadata={"format": "pt"})
+            (folder / name).chmod(0o644)
+        state = _TrainState(progress=progress, random=capture_random_state())
+        (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
+        write_meta(meta, folder)
+        for name, content in model_files.items():
+            (folder / name).write_bytes(content)
+        num_bytes = write_manifest(folder).num_bytes
+    keep_newest(run_directory, keep_last=keep_last)
     return SavedCheckpoint(final, num_bytes)
 
 
@@ -151,42 +148,6 @@ def refuse_other_architecture(checkpoint: Path, architecture: Mapping[str, Any])
     more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
     raise CheckpointError(
         f"{checkpoint} is of another architecture:\n" + "\n".join(lines[:_LISTED]) + more
-    )
-
-
-def _write(
-    folder: Path,
-    tensors: TrainTensors,
-    progress: Progress,
-    meta: ExperimentMeta,
-    model_files: Mapping[str, bytes],
-) -> int:
-    for name, live in ((MODEL, tensors.model), (OPTIMIZER, tensors.optimizer)):
-        stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}
-        save_file(stored, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)
-    state = _TrainState(progress=progress, random=capture_random_state())
-    (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
-    write_meta(meta, folder)
-    for name, content in model_files.items():
-        (folder / name).write_bytes(content)
-    return write_manifest(folder).num_bytes
-
-
-def _cannot_write(final: Path, tensors: TrainTensors, error: Exception) -> str:
-    needed = sum(
-        tensor.nbytes for live in (tensors.model, tensors.optimizer) for tensor in live.values()
-    )
-    free = "unknown"
-    existing = next((parent for parent in final.parents if parent.exists()), None)
-    if existing is not None:
-        status = os.statvfs(existing)
-        free = format_gb(status.f_bavail * status.f_frsize)
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (
-        f"{final} could not be written: {reason}. It needs {format_gb(needed)}, free: {free}. "
-        "Nothing half-written was left; earlier checkpoints are untouched. Make room or lower "
-        "checkpoint.keep_last, then run the same command to go on from the newest one."
     )
 
 

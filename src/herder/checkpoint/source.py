@@ -17,7 +17,7 @@ from herder.checkpoint import gguf_metadata, hub
 from herder.checkpoint.directory import CHECKPOINTS, newest_checkpoint
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.metadata import META, read_meta
-from herder.checkpoint.safetensors_header import StoredTensor, have_same_bytes, read_header
+from herder.checkpoint.stored import have_same_bytes, stored_tensors
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import model_config_json, model_names
 from herder.errors import CheckpointError, ModelError, WeightsError, close_match
@@ -205,29 +205,6 @@ def _untied_where_different(source: ModelSource) -> ModelSource:
     )
     untied = source.architecture.model_copy(update={"tie_embeddings": False})
     return replace(source, architecture=untied, notes=(*source.notes, note))
-
-
-def stored_tensors(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """The tensors of several safetensors files by name.
-
-    Raises WeightsError that lists every file that is missing or damaged, and names held twice.
-    """
-    found: dict[str, StoredTensor] = {}
-    problems: list[str] = []
-    for path in files:
-        try:
-            header = read_header(path)
-        except WeightsError as error:
-            problems.append(str(error))
-            continue
-        problems += [
-            f"{name} is in {found[name].file.name} and in {path.name}"
-            for name in header.keys() & found.keys()
-        ]
-        found |= header
-    if problems:
-        raise WeightsError("\n".join(problems))
-    return found
 
 
 def _generation(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from herder.errors import WeightsError
 
@@ -77,6 +77,11 @@ class WeightRules:
         present = set(our_names)
         _refuse_mismatch(where, missing=wanted.keys() - present, unknown=present - wanted.keys())
         return wanted
+
+    def of_ours(self) -> WeightRules:
+        """Rules of files that already use our names: checkpoints of runs."""
+        rules = tuple(replace(rule, hub=rule.ours) for rule in self.rules)
+        return replace(self, rules=rules, ignorable=())
 
     def tied_hub_names(self) -> tuple[str, str] | None:
         """The hub names of embedding and head, where the architecture ties them."""

@@ -8,7 +8,6 @@ import pytest
 
 from herder.checkpoint.directory import (
     checkpoint_path,
-    fresh_folder,
     keep_newest,
     list_checkpoints,
     locked,
@@ -16,6 +15,7 @@ from herder.checkpoint.directory import (
     remove_unfinished,
     set_aside,
     step_of,
+    writing,
 )
 from herder.checkpoint.manifest import write_manifest
 from herder.errors import CheckpointError
@@ -71,12 +71,25 @@ def test_only_the_newest_are_kept(run: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(run: Path) -> None:
-    half = fresh_folder(checkpoint_path(run, 11))
+    half = run / "checkpoints" / ".writing-step-00000011"
+    half.mkdir()
     (half / "state").write_bytes(b"half")
     assert len(list_checkpoints(run)) == 3
     remove_unfinished(run)
     assert not half.exists()
     assert len(list_checkpoints(run)) == 3
+
+
+def test_what_is_written_gets_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "runs" / "x"
+    with pytest.raises(KeyError), writing(target, num_bytes=1) as fresh:
+        (fresh / "state").write_bytes(b"half")
+        raise KeyError
+    assert list((tmp_path / "runs").iterdir()) == []
+    with writing(target, num_bytes=1) as fresh:
+        (fresh / "state").write_bytes(b"whole")
+        assert not target.exists()
+    assert (target / "state").read_bytes() == b"whole"
 
 
 def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:

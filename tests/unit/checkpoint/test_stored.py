@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from herder.checkpoint.safetensors_header import have_same_bytes, read_header
+from herder.checkpoint.stored import have_same_bytes, read_header
 from herder.errors import WeightsError
 
 
@@ -26,7 +26,7 @@ def write(path: Path, header: object, data: bytes = b"") -> None:
 
 def test_tensors_are_found_with_dtype_shape_and_place(path: Path) -> None:
     found = read_header(path)
-    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
+    assert {name: (each.kind, each.shape) for name, each in found.items()} == {
         "a": ("F32", (2, 3)),
         "b": ("BF16", (4,)),
     }

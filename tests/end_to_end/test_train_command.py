@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -274,6 +275,52 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_an_incident(
     events = runs.events("exploding")
     assert [e.kind for e in events if isinstance(e, Incident)] == ["non_finite_step"]
     assert not any(isinstance(event, RunFinished) for event in events)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 100 kB, as if the disk were full: a checkpoint does not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_the_run_and_leaves_no_half_checkpoint(
+    runs: Runs, unbroken: dict[int, float], small_files: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unbroken, "the corpus is tokenized before files are limited"
+    assert small_files is None
+    assert runs.run("full") == 2
+    err = capsys.readouterr().err
+    assert "could not be written" in err
+    assert "checkpoints are untouched" in err
+    assert list((runs.directory("full") / "checkpoints").iterdir()) == []
+    kinds = [e.kind for e in runs.events("full") if isinstance(e, Incident)]
+    assert kinds == ["checkpoint_not_saved"]
+
+
+def test_events_can_be_told_every_few_steps_and_at_the_end(runs: Runs) -> None:
+    overrides = ("train.steps=6", "observe.log_every_steps=4", "evaluate.every_steps=null")
+    assert runs.run("sparse", *overrides, "observe.tensorboard=true") == 0
+    assert sorted(runs.losses("sparse")) == [4, 6]
+    assert any((runs.directory("sparse") / "tensorboard").iterdir())
+
+
+def test_the_debug_recipe_trains_as_shipped(
+    runs: Runs, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    overrides = (
+        f"run_directory={runs.directory('debug')}",
+        f"data.source={runs.recipe.parent / 'text.txt'}",
+        "train.steps=20",
+        "observe.progress=none",
+    )
+    flags = [flag for each in overrides for flag in ("--set", each)]
+    assert run(["train", "recipes/debug.yaml", *flags]) == 0
+    losses = runs.losses("debug")
+    assert losses[20] < losses[1] - 1
 
 
 def test_a_run_directory_is_a_model(

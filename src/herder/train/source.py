@@ -63,12 +63,14 @@ def model_files(source: ModelSource, tokenizer: Path) -> dict[str, bytes]:
 
 def _from_config(config: Mapping[str, Any]) -> ModelSource:
     family = family_of(config, name="model.config").name
+    ends = config.get("eos_token_id")
     return ModelSource(
         name=f"{family} from model.config",
         family=family,
         config_json=config,
         architecture=architecture_from_hf(config, name="model.config"),
         weights=None,
+        eos_token_ids=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
     )
 
 

@@ -128,8 +128,9 @@ def writing(final: Path, *, num_bytes: int, advice: str = "") -> Generator[Path]
         existing = next(parent for parent in final.absolute().parents if parent.exists())
         free = format_gb(shutil.disk_usage(existing).free)
         reason = getattr(error, "strerror", None) or error
-        told = f"{final} could not be written: {reason}. It needs {format_gb(num_bytes)}, free: {free}."
-        raise CheckpointError(f"{told} Nothing half-written was left. {advice}".rstrip()) from error
+        told = f"{final} could not be written: {reason}. It needs {format_gb(num_bytes)}, "
+        told += f"free: {free}. Nothing half-written was left. {advice}"
+        raise CheckpointError(told.rstrip()) from error
 
 
 def _force_to_disk(path: Path) -> None:

@@ -54,6 +54,15 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of it, under which its keys stand."""
+        return str(self.metadata.get("general.architecture"))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """An entry under the architecture's name."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
 
 def read_gguf(path: Path) -> GgufFile:
     """Metadata and tensor table of a GGUF file.

@@ -76,8 +76,6 @@ def tokenizer_json(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]
         )
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": _added_tokens(metadata),
         **parts,
         "post_processor": _post_processor(metadata, parts["post_processor"]),
@@ -97,12 +95,6 @@ def _byte_level(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ModelError(f"{where}: this GGUF file holds no merges (tokenizer.ggml.merges).")
     model = {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
         "ignore_merges": pre in _TAKES_WHOLE_WORDS,
         "vocab": _vocabulary(metadata),
         "merges": [merge.split(" ", 1) for merge in merges],
@@ -133,7 +125,6 @@ def _sentencepiece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     restore = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]},
-        "pre_tokenizer": None,
         "decoder": {
             "type": "Sequence",
             "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
@@ -141,13 +132,9 @@ def _sentencepiece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         "post_processor": True,
         "model": {
             "type": "BPE",
-            "dropout": None,
             "unk_token": tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": True,
             "byte_fallback": True,
-            "ignore_merges": False,
             "vocab": vocabulary,
             "merges": _merges_by_score(vocabulary, scores),
         },
@@ -191,25 +178,21 @@ def _added_tokens(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _post_processor(metadata: Mapping[str, Any], starts_with_bos: bool) -> dict[str, Any] | None:
     """Adds BOS and EOS where the file, or else the kind of tokenizer, says so."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    wanted = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", starts_with_bos),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
-    ids = {
-        each: metadata.get(f"tokenizer.ggml.{each}_token_id") if wanted[each] else None
-        for each in wanted
-    }
-    if ids["bos"] is None and ids["eos"] is None:
+    special: dict[str, int] = {}
+    for each, default in (("bos", starts_with_bos), ("eos", False)):
+        index = metadata.get(f"tokenizer.ggml.{each}_token_id")
+        if index is not None and metadata.get(f"tokenizer.ggml.add_{each}_token", default):
+            special[each] = index
+    if not special:
         return None
 
-    def special(each: str, type_id: int) -> list[dict[str, Any]]:
-        if ids[each] is None:
-            return []
-        return [{"SpecialToken": {"id": tokens[ids[each]], "type_id": type_id}}]
-
     def text(which: str, type_id: int) -> list[dict[str, Any]]:
-        sequence = {"Sequence": {"id": which, "type_id": type_id}}
-        return [*special("bos", type_id), sequence, *special("eos", type_id)]
+        parts: list[dict[str, Any]] = [{"Sequence": {"id": which, "type_id": type_id}}]
+        ends = {
+            each: [{"SpecialToken": {"id": tokens[index], "type_id": type_id}}]
+            for each, index in special.items()
+        }
+        return [*ends.get("bos", []), *parts, *ends.get("eos", [])]
 
     return {
         "type": "TemplateProcessing",
@@ -217,8 +200,7 @@ def _post_processor(metadata: Mapping[str, Any], starts_with_bos: bool) -> dict[
         "pair": [*text("A", 0), *text("B", 1)],
         "special_tokens": {
             tokens[index]: {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
-            for index in ids.values()
-            if index is not None
+            for index in special.values()
         },
     }
 

@@ -159,10 +159,7 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
 
 def _from_gguf(path: Path, name: str) -> ModelSource:
     file = read_gguf(path)
-    config = gguf_metadata.config_json(
-        file, frequency_factors=gguf_metadata.frequency_factors(file)
-    )
-    source = _from_config(config, name=name)
+    source = _from_config(gguf_metadata.config_json(file), name=name)
     return replace(
         source,
         weights="gguf",

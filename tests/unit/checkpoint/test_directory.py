@@ -82,9 +82,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(run: Path) -> No
 
 def test_what_is_written_gets_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "runs" / "x"
-    with pytest.raises(KeyError), writing(target, num_bytes=1) as fresh:
-        (fresh / "state").write_bytes(b"half")
-        raise KeyError
+    with pytest.raises(CheckpointError, match="No such file"), writing(target, num_bytes=1) as half:
+        (half / "absent" / "state").write_bytes(b"half")
     assert list((tmp_path / "runs").iterdir()) == []
     with writing(target, num_bytes=1) as fresh:
         (fresh / "state").write_bytes(b"whole")

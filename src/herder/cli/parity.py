@@ -11,8 +11,7 @@ from herder.checkpoint.huggingface import load_decoder
 from herder.cli.models import resolve
 from herder.errors import CheckFailedError
 from herder.evaluate.golden import read_golden
-from herder.evaluate.parity import compare
-from herder.evaluate.parity_report import report_json, report_text
+from herder.evaluate.parity import compare, report_json, report_text
 from herder.evaluate.transformers_reference import made_by_transformers
 
 
@@ -45,4 +44,4 @@ def command(model: str, golden: Path | None, seed: int, as_json: bool) -> None:
     else:
         click.echo(report_text(report, model=source.name))
     if not report.passed:
-        raise CheckFailedError(f"{source.name} does not match {report.origin}.")
+        raise CheckFailedError(f"{source.name} does not match {report.reference}.")

@@ -3,17 +3,19 @@
 Compares with stored or freshly made numbers, and with itself in two ways that must not matter:
 token by token through a cache, and packed with other documents. Knows no file and no library.
 
-Legend: T tokens of one row, V vocabulary, L layers, D hidden.
+Legend: R rows, T tokens of one row, V vocabulary, G greedy tokens, L layers, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from herder.config.architecture import ArchitectureConfig
 from herder.errors import ModelError
@@ -33,32 +35,37 @@ LOGIT_SCALE = 16.0
 class ParityReport:
     """The differences found. All are largest absolute values, in logits unless said otherwise."""
 
-    origin: str
+    reference: str
+    """Who computed what was compared with."""
     tolerance: float
     max_abs_difference: float
     worst_row: int
     worst_position: int
-    by_position: tuple[float, ...]
+    by_position: list[float]
     """Over all rows, by the token's place in its row."""
-    by_layer: tuple[float, ...]
+    by_layer: dict[str, float]
     """Hidden states of the first row: embedding, each layer, the last one after the final norm."""
     first_differing_layer: str | None
     """Where hidden states first differ by more than the tolerance, scaled by their size."""
-    greedy_equal: bool
     greedy_agreement: float
     """Share of greedy tokens that agree."""
     cached_max_abs_difference: float
     packed_max_abs_difference: float
 
     @property
+    def greedy_equal(self) -> bool:
+        """Whether every greedy token agrees."""
+        return self.greedy_agreement == 1.0
+
+    @property
     def passed(self) -> bool:
         """Whether all comparisons hold."""
-        largest = max(
+        differences = (
             self.max_abs_difference,
             self.cached_max_abs_difference,
             self.packed_max_abs_difference,
         )
-        return largest <= self.tolerance and self.greedy_equal
+        return all(each <= self.tolerance for each in differences) and self.greedy_equal
 
 
 class BatchAttend(Attend):
@@ -86,39 +93,28 @@ def compare(decoder: Decoder, golden: Golden) -> ParityReport:
     Raises ModelError when rows and model do not belong together.
     """
     _refuse_foreign(decoder.config, golden)
+    rows = golden.rows
     with torch.inference_mode():
-        logits, hidden = _forward(decoder, golden.rows)
-        differences = [
-            (own - row.logits_TV).abs().amax(-1)
-            for own, row in zip(logits, golden.rows, strict=True)
-        ]
-        worst = max(range(len(differences)), key=lambda row: float(differences[row].max()))
-        tokens = _greedy(decoder, golden.rows)
-        agreeing = [
-            own == row.greedy_G.tolist() for own, row in zip(tokens, golden.rows, strict=True)
-        ]
+        logits, hidden = _forward(decoder, rows)
+        pairs = zip(logits, rows, strict=True)
+        difference_TR = pad_sequence([(own - row.logits_TV).abs().amax(-1) for own, row in pairs])
+        worst_position, worst_row = divmod(int(difference_TR.argmax()), len(rows))
         by_layer, first = _by_layer(hidden, golden.hidden_LTD)
+        agreeing_RG = _greedy_RG(decoder, rows) == torch.stack([row.greedy_G for row in rows])
+        largest = max(float(row.logits_TV.abs().max()) for row in rows)
         return ParityReport(
-            origin=golden.origin,
-            tolerance=_tolerance(golden),
-            max_abs_difference=float(differences[worst].max()),
-            worst_row=worst,
-            worst_position=int(differences[worst].argmax()),
-            by_position=_by_position(differences),
+            reference=golden.origin,
+            tolerance=TOLERANCE * max(1.0, largest / LOGIT_SCALE),
+            max_abs_difference=float(difference_TR.max()),
+            worst_row=worst_row,
+            worst_position=worst_position,
+            by_position=difference_TR.amax(1).tolist(),
             by_layer=by_layer,
             first_differing_layer=first,
-            greedy_equal=all(agreeing),
-            greedy_agreement=_agreement(tokens, golden.rows),
-            cached_max_abs_difference=cached_difference(decoder, golden.rows[0].tokens_T),
-            packed_max_abs_difference=packed_difference(
-                decoder, [row.tokens_T for row in golden.rows]
-            ),
+            greedy_agreement=float(agreeing_RG.double().mean()),
+            cached_max_abs_difference=cached_difference(decoder, rows[0].tokens_T),
+            packed_max_abs_difference=packed_difference(decoder, [row.tokens_T for row in rows]),
         )
-
-
-def _tolerance(golden: Golden) -> float:
-    largest = max(float(row.logits_TV.abs().max()) for row in golden.rows)
-    return TOLERANCE * max(1.0, largest / LOGIT_SCALE)
 
 
 def _refuse_foreign(config: ArchitectureConfig, golden: Golden) -> None:
@@ -132,88 +128,61 @@ def _refuse_foreign(config: ArchitectureConfig, golden: Golden) -> None:
 
 
 def _forward(decoder: Decoder, rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits of each row, and the first row's hidden states by layer."""
+    """Logits of each row; of the first row, what embedding, layers but the last and norm return."""
     lengths = [len(row.tokens_T) for row in rows]
     positions_T = torch.cat([row.positions_T for row in rows])
     attend = BatchAttend(
         PackedAttend(lengths), num_tokens=sum(lengths), longest=int(positions_T.max()) + 1
     )
-    with _recorded(decoder) as hidden:
+    assert decoder.embed is not None, "parity is of whole models"
+    assert decoder.norm is not None, "parity is of whole models"
+    hidden: list[Tensor] = []
+    with ExitStack() as hooks:
+        for part in (decoder.embed, *list(decoder.layers.values())[:-1], decoder.norm):
+            hook = part.register_forward_hook(lambda _module, _given, out: hidden.append(out))
+            hooks.enter_context(hook)
         logits_TV = decoder(
             torch.cat([row.tokens_T for row in rows]), positions_T=positions_T, attend=attend
         )
     return list(logits_TV.split(lengths)), [each[: lengths[0]] for each in hidden]
 
 
-@contextmanager
-def _recorded(decoder: Decoder) -> Generator[list[Tensor]]:
-    """What the embedding, each layer but the last, and the final norm return."""
-    hidden: list[Tensor] = []
-
-    def record(module: nn.Module, given: object, returned: Tensor) -> None:
-        del module, given
-        hidden.append(returned)
-
-    assert decoder.embed is not None, "parity is of whole models"
-    assert decoder.norm is not None, "parity is of whole models"
-    parts = [decoder.embed, *list(decoder.layers.values())[:-1], decoder.norm]
-    hooks = [part.register_forward_hook(record) for part in parts]
-    try:
-        yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _by_position(differences: Sequence[Tensor]) -> tuple[float, ...]:
-    longest = max(len(difference) for difference in differences)
-    return tuple(
-        max(float(each[position]) for each in differences if position < len(each))
-        for position in range(longest)
-    )
-
-
 def _by_layer(
     hidden: Sequence[Tensor], wanted_LTD: Tensor | None
-) -> tuple[tuple[float, ...], str | None]:
+) -> tuple[dict[str, float], str | None]:
+    """Differences by name, and the first name whose own is too large."""
     if wanted_LTD is None:
-        return (), None
+        return {}, None
     if len(hidden) != len(wanted_LTD) or hidden[0].shape != wanted_LTD[0].shape:
         raise ModelError(
             f"hidden states of shape {list(wanted_LTD.shape)} do not belong to this model, which "
             f"has {len(hidden)} times {list(hidden[0].shape)}"
         )
-    pairs = list(zip(hidden, wanted_LTD, strict=True))
-    differences = tuple(float((own - wanted).abs().max()) for own, wanted in pairs)
     names = ["embed", *(f"layers.{index}" for index in range(len(hidden) - 2)), "norm"]
-    for name, difference, (_, wanted) in zip(names, differences, pairs, strict=True):
-        if difference > TOLERANCE * max(1.0, float(wanted.abs().max())):
-            return differences, name
-    return differences, None
+    pairs = dict(zip(names, zip(hidden, wanted_LTD, strict=True), strict=True))
+    differences = {name: float((own - wanted).abs().max()) for name, (own, wanted) in pairs.items()}
+    differing = (
+        name
+        for name, (_, wanted) in pairs.items()
+        if not differences[name] <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+    )
+    return differences, next(differing, None)
 
 
-def _greedy(decoder: Decoder, rows: Sequence[Row]) -> list[list[int]]:
+def _greedy_RG(decoder: Decoder, rows: Sequence[Row]) -> Tensor:
     """The most likely tokens after each row, one by one through a cache, as one batch would."""
     num_new = len(rows[0].greedy_G)
     caches = [_cache(decoder, len(row.tokens_T) + num_new) for row in rows]
     new = [row.tokens_T for row in rows]
-    tokens: list[list[int]] = [[] for _ in rows]
+    tokens: list[Tensor] = []
     for _ in range(num_new):
         longest = max(cache.length + len(given) for cache, given in zip(caches, new, strict=True))
-        for row, cache in enumerate(caches):
-            logits_V = _step(decoder, cache, new[row], longest=longest)[-1]
-            tokens[row].append(int(logits_V.argmax()))
-            new[row] = torch.tensor(tokens[row][-1:])
-    return tokens
-
-
-def _agreement(tokens: Sequence[Sequence[int]], rows: Sequence[Row]) -> float:
-    pairs = [
-        own == wanted
-        for made, row in zip(tokens, rows, strict=True)
-        for own, wanted in zip(made, row.greedy_G.tolist(), strict=True)
-    ]
-    return sum(pairs) / len(pairs)
+        new = [
+            _step(decoder, cache, given, longest=longest)[-1:].argmax(-1)
+            for cache, given in zip(caches, new, strict=True)
+        ]
+        tokens.append(torch.cat(new))
+    return torch.stack(tokens, dim=1)
 
 
 def _cache(decoder: Decoder, num_tokens: int) -> KvCache:
@@ -239,23 +208,19 @@ def cached_difference(decoder: Decoder, tokens_T: Tensor) -> float:
     Frequencies that change with the text's length (dynamic, longrope) keep old keys at the angles
     they were written with, so there the two agree up to the original window, and that is compared.
     """
-    tokens_T = tokens_T[: _length_of_fixed_angles(decoder.config, len(tokens_T))]
-    num_tokens = len(tokens_T)
+    windows = [
+        rope.scaling.original_max_position_embeddings
+        for rope in decoder.config.ropes
+        if rope.scaling.kind in ("dynamic", "longrope")
+    ]
+    num_tokens = min([len(tokens_T), *windows])
+    tokens_T = tokens_T[:num_tokens]
     whole_TV = _alone(decoder, tokens_T)
     cache = _cache(decoder, num_tokens)
     first = max(num_tokens // 2, 1)
     pieces = [tokens_T[:first], *tokens_T[first:].split(1)]
     cached_TV = torch.cat([_step(decoder, cache, piece) for piece in pieces if len(piece)])
     return float((cached_TV - whole_TV).abs().max())
-
-
-def _length_of_fixed_angles(config: ArchitectureConfig, num_tokens: int) -> int:
-    windows = [
-        rope.scaling.original_max_position_embeddings
-        for rope in config.ropes
-        if rope.scaling.kind in ("dynamic", "longrope")
-    ]
-    return min([num_tokens, *windows])
 
 
 def packed_difference(decoder: Decoder, documents: Sequence[Tensor]) -> float:
@@ -275,3 +240,46 @@ def packed_difference(decoder: Decoder, documents: Sequence[Tensor]) -> float:
 def _alone(decoder: Decoder, tokens_T: Tensor) -> Tensor:
     length = len(tokens_T)
     return decoder(tokens_T, positions_T=torch.arange(length), attend=PackedAttend([length]))
+
+
+def report_json(report: ParityReport, *, model: str) -> dict[str, Any]:
+    """All of the report; keys are its field names."""
+    verdicts = {"passed": report.passed, "greedy_equal": report.greedy_equal}
+    return {"model": model, **verdicts, **asdict(report)}
+
+
+def report_text(report: ParityReport, *, model: str) -> str:
+    """What agrees and what does not, with the place to look first."""
+    checks = [
+        ("logits", report.max_abs_difference, f"against {report.reference}"),
+        ("cached", report.cached_max_abs_difference, "token by token, against a whole forward"),
+        ("packed", report.packed_max_abs_difference, "with other documents, against alone"),
+    ]
+    count = len(report.by_position)
+    places = sorted({*range(0, count, max(1, count // 8)), count - 1, report.worst_position})
+    positions = [f"{place}: {report.by_position[place]:.1e}" for place in places]
+    layers = [f"{name} {value:.1e}" for name, value in report.by_layer.items()]
+    if report.first_differing_layer:
+        where = f"first to differ: {report.first_differing_layer}"
+    elif report.max_abs_difference > report.tolerance:
+        where = (
+            f"worst: row {report.worst_row}, position {report.worst_position} (hidden states of "
+            "row 0 agree where they are known)"
+        )
+    else:
+        where = "logits agree: look at what the cache or the packing changes"
+    verdict = {True: "equal", False: "DIFFER"}
+    return "\n  ".join(
+        [
+            f"{model}: {'passed' if report.passed else 'FAILED'}, tolerance {report.tolerance:.1e}",
+            *(
+                f"{name}  {difference:9.2e}  {verdict[difference <= report.tolerance]:6}  {what}"
+                for name, difference, what in checks
+            ),
+            f"greedy  {report.greedy_agreement:9.1%}  {verdict[report.greedy_equal]:6}  of the "
+            "tokens agree",
+            f"by position  {'  '.join(positions)}",
+            *([f"by layer  {'  '.join(layers)}"] if layers else []),
+            *([] if report.passed else [where]),
+        ]
+    )

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from herder.errors import ModelError
 from herder.evaluate.golden import Golden, Row
-from herder.evaluate.parity import ParityReport, compare
-from herder.evaluate.parity_report import report_json, report_text
+from herder.evaluate.parity import ParityReport, compare, report_json, report_text
 from herder.families.registry import families
 from herder.model.attend import PackedAttend, ReferenceAttend
 from herder.model.build import build_decoder, initialize_weights, materialize

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from herder.cli.main import run
+from herder.serve.load import precision_of
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -62,7 +63,7 @@ def test_the_banner_tells_where_what_and_how_and_its_example_works(
     found = re.search(r"tiny-chat is served at (http://127\.0\.0\.1:\d+)\n", banner)
     assert found is not None, banner
     url = found.group(1)
-    assert "precision bf16" in banner
+    assert f"precision {precision_of('auto')} on" in banner
     assert "window 128 tokens" in banner
     assert re.search(r"key-value cache [\d.]+ (MB|GB)", banner)
     path, body = re.search(r"curl \S+?(/v1/\S+) .* -d '(.*)'", banner).groups()

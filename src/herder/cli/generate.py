@@ -27,7 +27,13 @@ from herder.serve.once import answer_once, prompt_request
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="Same seed, same text.  [default: another each time]")
-@click.option("--precision", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", *DTYPES]),
+    default="auto",
+    show_default=True,
+    help="auto: bf16 where the device multiplies it, else fp32.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def command(
     model: str, prompt: str, *, as_chat: bool, precision: str, as_json: bool, **sampling: object

@@ -11,7 +11,7 @@ from herder.cli.models import resolve, tokenizer_folder
 from herder.config.run import ServeConfig
 from herder.serve.app import create_app
 from herder.serve.host import Host
-from herder.serve.load import banner, load_service, window_tokens
+from herder.serve.load import DTYPES, banner, load_service, window_tokens
 from herder.serve.server import Server, bind, url_of
 
 _DEFAULTS = ServeConfig()
@@ -34,10 +34,10 @@ _DEFAULTS = ServeConfig()
 )
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
+    type=click.Choice(["auto", *DTYPES]),
     default=_DEFAULTS.precision,
     show_default=True,
-    help="Of weights, activations and the key-value cache.",
+    help="Of weights, activations and cache. auto: bf16 if the device multiplies it, else fp32.",
 )
 @click.option(
     "--max-queued-requests",

@@ -200,7 +200,8 @@ class ServeConfig(Record):
     max_queued_requests: PositiveInt = 256
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer, in tokens. Absent: the model's window."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of weights, activations and cache. auto: bf16 where the device multiplies it, else fp32."""
 
 
 class RunConfig(Record):

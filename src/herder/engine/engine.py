@@ -10,53 +10,32 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
-from typing import Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
 
-from herder.engine.request import Event, Finished, Request, SamplingParams, check_request
+from herder.engine.request import Event, Finished, Request, check_request
 from herder.engine.runner import Runner
 from herder.errors import OverloadedError, UnavailableError
 
 Listener = Callable[[Event], None]
 """Called with each event, from the engine's thread: it must return at once and not raise."""
 
+_ENDINGS = {
+    "abort": "the request was ended before its answer was complete",
+    "error": "the server shut down before the answer was complete",
+}
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Generation:
-    """One accepted request: its events, and the means to end it."""
+    """One accepted request."""
 
-    def __init__(self, engine: Engine, request: Request, listener: Listener | None) -> None:
-        self.request = request
-        self._engine = engine
-        self._queue: SimpleQueue[Event] = SimpleQueue()
-        self._listener = listener or self._queue.put
-        self.cancelled: Exception | None = None
-        """Why it shall end: set once, read between steps."""
-
-    def events(self) -> Iterator[Event]:
-        """The events as they come, to the last; only where no listener was given."""
-        while True:
-            event = self._queue.get()
-            yield event
-            if isinstance(event, Finished):
-                return
-
-    def cancel(self) -> None:
-        """End it within a step, with reason "abort"; nothing happens if it is over."""
-        self._engine._cancel(self, _ABORTED)
-
-    def tell(self, event: Event) -> None:
-        """Hand an event to whoever listens; one who is gone is a client who left."""
-        try:
-            self._listener(event)
-        except Exception:
-            _log.exception("a listener failed; its request ends")
-            self.cancelled = _ABORTED
-
-
-_ABORTED = UnavailableError("the client went away")
+    request: Request
+    listener: Listener
+    cancelled: Literal["abort", "error"] | None = None
+    """Why it shall end: set once, read between steps."""
 
 
 class Engine:
@@ -69,8 +48,8 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._running: Generation | None = None
         self._changed = threading.Condition()
-        self._refusal: UnavailableError | None = None
-        self._closing = False
+        self._is_draining = False
+        self._is_closing = False
         self._beat_seconds = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="herder-engine", daemon=True)
         self._thread.start()
@@ -102,87 +81,71 @@ class Engine:
         """How long no step has ended although there is work; infinite if the thread is dead."""
         if not self._thread.is_alive():
             return float("inf")
-        busy = self._running is not None or bool(self._waiting)
-        return time.monotonic() - self._beat_seconds if busy else 0.0
+        return 0.0 if self._is_idle() else time.monotonic() - self._beat_seconds
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Generation:
-        """Queue one request. See submit_all."""
-        return self.submit_all([request], [listener])[0]
-
-    def submit_all(
-        self, requests: Sequence[Request], listeners: Sequence[Listener | None]
-    ) -> list[Generation]:
+    def submit(self, asked: Sequence[tuple[Request, Listener]]) -> list[Generation]:
         """Queue all of these, or none.
 
         Raises RequestError where one does not fit the model, OverloadedError where the queue has
         no room, UnavailableError once the engine is draining or closed.
         """
-        for request in requests:
+        for request, _ in asked:
             check_request(request, self.limits)
-        pairs = zip(requests, listeners, strict=True)
-        generations = [Generation(self, request, listener) for request, listener in pairs]
+        generations = [Generation(request, listener) for request, listener in asked]
         with self._changed:
-            if self._refusal is not None:
-                raise self._refusal
-            self._check_room(len(generations))
-            if not self._waiting and self._running is None:
+            if self._is_draining:
+                raise UnavailableError("the server is shutting down")
+            if len(self._waiting) + len(generations) > self.max_queued_requests:
+                raise OverloadedError(
+                    f"the queue is full: {len(self._waiting)} of {self.max_queued_requests} places "
+                    f"are taken and this needs {len(generations)}. Try again later."
+                )
+            if self._is_idle():
                 self._beat_seconds = time.monotonic()
             self._waiting.extend(generations)
             self._changed.notify_all()
         return generations
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Event]:
-        """Queue a prompt and give its events."""
-        return self.submit(Request(prompt_ids, params)).events()
+    def cancel(
+        self, generation: Generation, *, reason: Literal["abort", "error"] = "abort"
+    ) -> None:
+        """End a request within a step, with this reason; nothing happens if it is over."""
+        with self._changed:
+            generation.cancelled = generation.cancelled or reason
+            if generation not in self._waiting:
+                return
+            self._waiting.remove(generation)
+            self._changed.notify_all()
+        _tell(generation, _cancelled(generation, num_made=0))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those accepted go on."""
         with self._changed:
-            self._refusal = UnavailableError("the server is shutting down")
+            self._is_draining = True
 
     def wait_idle(self, *, timeout_seconds: float) -> bool:
         """Wait until nothing runs or waits; whether that came in time."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._waiting and self._running is None, timeout_seconds
-            )
+            return self._changed.wait_for(self._is_idle, timeout_seconds)
 
     def close(self) -> None:
         """End what is left, with reason "error", and stop the thread."""
         self.drain()
-        ended = UnavailableError("the server shut down before the answer was complete")
         with self._changed:
-            left = [*self._waiting, self._running]
-            self._closing = True
+            left = [*self._waiting, *([self._running] if self._running else [])]
+            self._is_closing = True
             self._changed.notify_all()
         for generation in left:
-            if generation is not None:
-                self._cancel(generation, ended)
+            self.cancel(generation, reason="error")
         self._thread.join()
 
-    def _check_room(self, num_new: int) -> None:
-        room = self.max_queued_requests - len(self._waiting)
-        if num_new > room:
-            raise OverloadedError(
-                f"the queue is full: {len(self._waiting)} of {self.max_queued_requests} places "
-                f"are taken and this needs {num_new}. Try again later."
-            )
-
-    def _cancel(self, generation: Generation, why: UnavailableError) -> None:
-        with self._changed:
-            if generation.cancelled is None:
-                generation.cancelled = why
-            try:
-                self._waiting.remove(generation)
-            except ValueError:
-                return
-            self._changed.notify_all()
-        generation.tell(_cancelled(generation, num_made=0))
+    def _is_idle(self) -> bool:
+        return self._running is None and not self._waiting
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
                 if not self._waiting:
                     return
                 generation = self._running = self._waiting.popleft()
@@ -192,7 +155,7 @@ class Engine:
             with self._changed:
                 self._running = None
                 self._changed.notify_all()
-            generation.tell(last)
+            _tell(generation, last)
 
     def _answer(self, generation: Generation) -> Finished:
         """One request to its end, whatever happens: the thread outlives any failure."""
@@ -207,17 +170,24 @@ class Engine:
                     for event in events:
                         if isinstance(event, Finished):
                             return event
-                        generation.tell(event)
+                        _tell(generation, event)
             return _cancelled(generation, num_made=num_made)
         except Exception as error:  # whatever it is, it is told to whoever asked
-            num_prompt_tokens = len(generation.request.prompt_ids)
-            return Finished("error", num_prompt_tokens, num_made, error=error)
+            return Finished("error", len(generation.request.prompt_ids), num_made, error=error)
+
+
+def _tell(generation: Generation, event: Event) -> None:
+    """Hand an event to whoever listens; one who is gone is a client who left."""
+    try:
+        generation.listener(event)
+    except Exception:
+        _log.exception("a listener failed; its request ends")
+        generation.cancelled = "abort"
 
 
 def _cancelled(generation: Generation, *, num_made: int) -> Finished:
     """The closing event of a request that was ended from outside."""
-    why = generation.cancelled
-    num_prompt_tokens = len(generation.request.prompt_ids)
-    if why is _ABORTED:
-        return Finished("abort", num_prompt_tokens, num_made)
-    return Finished("error", num_prompt_tokens, num_made, error=why)
+    reason = generation.cancelled
+    assert reason is not None, "only a cancelled request is closed here"
+    error = UnavailableError(_ENDINGS[reason])
+    return Finished(reason, len(generation.request.prompt_ids), num_made, error=error)

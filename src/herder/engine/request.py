@@ -10,31 +10,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from herder.config.record import Record
 from herder.errors import RequestError, close_match
 
 MAX_LOGPROBS = 20
 """Alternatives a token. Source: OpenAI API reference, top_logprobs."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
 
 MaxTokens = Annotated[int, Field(ge=0)]
-MinTokens = Annotated[int, Field(ge=0)]
-Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-TopP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def _in_a_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _with_ids_as_keys(value: Any) -> Any:
+    """JSON writes token ids as strings where they are keys."""
+    try:
+        return {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+    except ValueError:
+        raise PydanticCustomError("token_id", "keys must be token ids") from None
 
 
 def refused(violations: Iterable[Mapping[str, Any]], fields: Iterable[str]) -> RequestError:
@@ -67,36 +67,48 @@ def _violation_line(violation: Mapping[str, Any], path: list[str], known: frozen
     return f"{place}: {message[:1].lower()}{message[1:]}; {shown} was given"
 
 
-class SamplingParams(Record):
-    """How one answer is drawn and where it ends. A bad value raises RequestError with its field."""
+class SamplingFields(Record):
+    """How an answer is drawn and where it ends, as clients of every kind may ask for it."""
+
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Ends of text, stop ids and stop strings are ignored for this many tokens."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """0, or less than sampler.GREEDY_TEMPERATURE: the likeliest token."""
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Smallest set of tokens whose probability reaches this; the best one always stays."""
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
+    """Only this many tokens; 0 or -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Only tokens at least this likely, relative to the best one."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Of this request's own generator; None: from the operating system."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Both count the answer's tokens only."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Counts the prompt's tokens and the answer's."""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_ids_as_keys)
+    ] = Field(default_factory=dict)
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        Field(max_length=16, strict=False),
+        BeforeValidator(_in_a_tuple),
+    ] = ()
+    """One string or several."""
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False)] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+
+
+class SamplingParams(SamplingFields):
+    """What the engine is told of them. A bad value raises RequestError with its field."""
 
     max_tokens: MaxTokens | None = None
     """Longest answer; None: what the window leaves; 0: the prompt is read and nothing is made."""
-    min_tokens: MinTokens = 0
-    """Ends of text, stop ids and stop strings are ignored for this many tokens."""
-    temperature: Temperature = 1.0
-    """0, or less than sampler.GREEDY_TEMPERATURE: the likeliest token."""
-    top_p: TopP = 1.0
-    """Smallest set of tokens whose probability reaches this; the best one always stays."""
-    top_k: TopK = 0
-    """Only this many tokens; 0 or -1: all."""
-    min_p: MinP = 0.0
-    """Only tokens at least this likely, relative to the best one."""
-    seed: Seed | None = None
-    """Of this request's own generator; None: from the operating system."""
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    """Both count the answer's tokens only."""
-    repetition_penalty: RepetitionPenalty = 1.0
-    """Counts the prompt's tokens and the answer's."""
-    logit_bias: tuple[tuple[TokenId, Bias], ...] = ()
     logprobs: NumLogprobs | None = None
     """None: none; n: the chosen token's and those of the n likeliest."""
     prompt_logprobs: NumLogprobs | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -133,6 +145,11 @@ class Limits:
     window_tokens: int
     vocab_size: int
     """Width of the head, padding rows included."""
+
+    def longest_answer(self, request: Request) -> int:
+        """Tokens after which an answer ends in any case."""
+        longest = request.params.max_tokens
+        return self.window_tokens - len(request.prompt_ids) if longest is None else longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +203,36 @@ Event = PromptScored | TokenMade | Finished
 
 def check_request(request: Request, limits: Limits) -> None:
     """Raise RequestError where the request does not fit the model; nothing is adjusted."""
-    prompt_ids, params = request.prompt_ids, request.params
-    if not prompt_ids:
-        raise RequestError("prompt: has no tokens; give at least one", parameter="prompt")
-    check_ids(prompt_ids, limits, parameter="prompt")
+    params, window, num_prompt = request.params, limits.window_tokens, len(request.prompt_ids)
+    check_ids(request.prompt_ids, limits, parameter="prompt")
     check_ids(params.stop_token_ids, limits, parameter="stop_token_ids")
-    biased = [token_id for token_id, _ in params.logit_bias]
-    check_ids(biased, limits, parameter="logit_bias")
+    check_ids(params.logit_bias, limits, parameter="logit_bias")
+    room, longest = window - num_prompt, limits.longest_answer(request)
+    if not num_prompt:
+        raise RequestError("prompt: has no tokens; give at least one", parameter="prompt")
     if params.stop and request.decoder is None:
         raise RequestError("stop: needs a decoder of text", parameter="stop")
-    _check_lengths(len(prompt_ids), params, limits.window_tokens)
+    if room < 0 or (room == 0 and params.max_tokens != 0):
+        raise RequestError(
+            f"prompt: {num_prompt} tokens leave no room for an answer in the model's window "
+            f"of {window} tokens. Shorten the prompt to {window - 1} or fewer.",
+            parameter="prompt",
+        )
+    if longest > room:
+        raise RequestError(
+            f"max_tokens: the prompt's {num_prompt} tokens and max_tokens={longest} exceed the "
+            f"model's window of {window} tokens. At most max_tokens={room} fits; leave it out to "
+            "use all of that.",
+            parameter="max_tokens",
+        )
+    if params.min_tokens > longest:
+        raise RequestError(
+            f"min_tokens: {params.min_tokens} exceeds the longest answer, {longest} tokens",
+            parameter="min_tokens",
+        )
 
 
-def check_ids(token_ids: Sequence[int], limits: Limits, *, parameter: str) -> None:
+def check_ids(token_ids: Iterable[int], limits: Limits, *, parameter: str) -> None:
     """Raise RequestError where an id is outside the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
@@ -207,26 +241,3 @@ def check_ids(token_ids: Sequence[int], limits: Limits, *, parameter: str) -> No
                 f"0 to {limits.vocab_size - 1}",
                 parameter=parameter,
             )
-
-
-def _check_lengths(num_prompt_tokens: int, params: SamplingParams, window_tokens: int) -> None:
-    room_tokens = window_tokens - num_prompt_tokens
-    if room_tokens < 0 or (room_tokens == 0 and params.max_tokens != 0):
-        raise RequestError(
-            f"prompt: {num_prompt_tokens} tokens leave no room for an answer in the model's window "
-            f"of {window_tokens} tokens. Shorten the prompt to {window_tokens - 1} or fewer.",
-            parameter="prompt",
-        )
-    if params.max_tokens is not None and params.max_tokens > room_tokens:
-        raise RequestError(
-            f"max_tokens: the prompt's {num_prompt_tokens} tokens and max_tokens="
-            f"{params.max_tokens} exceed the model's window of {window_tokens} tokens. "
-            f"At most max_tokens={room_tokens} fits; leave it out to use all of that.",
-            parameter="max_tokens",
-        )
-    longest = room_tokens if params.max_tokens is None else params.max_tokens
-    if params.min_tokens > longest:
-        raise RequestError(
-            f"min_tokens: {params.min_tokens} exceeds the longest answer, {longest} tokens",
-            parameter="min_tokens",
-        )

@@ -15,7 +15,6 @@ from torch import Tensor
 from herder.engine.request import (
     Event,
     Finished,
-    FinishReason,
     Limits,
     PromptScored,
     Request,
@@ -37,27 +36,46 @@ SCORED_CHUNK_TOKENS = 64
 class Sequence:
     """One request while it is answered."""
 
-    def __init__(self, request: Request, sampler: TokenSampler) -> None:
+    def __init__(
+        self, request: Request, sampler: TokenSampler, *, end_ids: frozenset[int], longest: int
+    ) -> None:
+        """`end_ids` end the answer, and so does its token number `longest`."""
         params = request.params
         self.request = request
         self.sampler = sampler
-        self.stops = StopFilter(params.stop, include_stop=params.include_stop_str_in_output)
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_made = 0
         self.next_id = 0
         """The last token made: what the next step's forward reads."""
+        self._stops = StopFilter(params.stop, include_stop=params.include_stop_str_in_output)
+        self._end_ids = end_ids
+        self._longest = longest
 
-    def finished(
-        self,
-        reason: FinishReason,
-        *,
-        text: str = "",
-        stopped_by: str | int | None = None,
-        error: Exception | None = None,
-    ) -> Finished:
-        """The closing event."""
-        num_prompt_tokens = len(self.request.prompt_ids)
-        return Finished(reason, num_prompt_tokens, self.num_made, text, stopped_by, error)
+    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> list[Event]:
+        """The events of one more token: what may be shown of it, and the end where it brings it."""
+        params, decoder = self.request.params, self.request.decoder
+        self.next_id = token_id
+        self.num_made += 1
+        may_stop = self.num_made > params.min_tokens
+        is_end = may_stop and token_id in self._end_ids
+        # An end token is counted and its text left out, unless the request asks for it.
+        asked_for = params.include_stop_str_in_output and token_id in params.stop_token_ids
+        text = ""
+        if decoder is not None and (asked_for or not is_end):
+            text = self._stops.add(decoder.add(token_id), may_stop=may_stop and not is_end)
+        made = TokenMade(token_id, text, logprobs)
+        if self._stops.found is None and not is_end and self.num_made < self._longest:
+            return [made]
+        return [made, self.finished(may_stop=may_stop, end_id=token_id if is_end else None)]
+
+    def finished(self, *, may_stop: bool = False, end_id: int | None = None) -> Finished:
+        """The closing event with the text still held; a stop string in that text counts too."""
+        decoder, text = self.request.decoder, ""
+        if decoder is not None and self._stops.found is None:
+            text = self._stops.add(decoder.finish(), may_stop=may_stop) + self._stops.finish()
+        stopped_by = end_id if self._stops.found is None else self._stops.found
+        reason = "length" if stopped_by is None else "stop"
+        return Finished(reason, len(self.request.prompt_ids), self.num_made, text, stopped_by)
 
 
 class Runner:
@@ -75,19 +93,17 @@ class Runner:
         """`num_named_tokens`: ids the tokenizer has; the head's padding rows past it are never
         drawn. None: all of them."""
         weight = next(decoder.parameters())
-        config = decoder.config
+        config, device = decoder.config, weight.device
         self.decoder = decoder
-        self.device = weight.device
+        self.device = device
         self.limits = Limits(window_tokens, config.vocab_size)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.cache = KvCache(
-            config, num_tokens=window_tokens, dtype=weight.dtype, device=weight.device
-        )
+        self.cache = KvCache(config, num_tokens=window_tokens, dtype=weight.dtype, device=device)
         self._num_named_tokens = min(num_named_tokens or config.vocab_size, config.vocab_size)
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._positions_P = torch.arange(window_tokens, device=weight.device)
-        self._token_1 = torch.empty(1, dtype=torch.int64, device=weight.device)
-        self._only_row = LastTokenReadout(torch.zeros(1, dtype=torch.int64, device=weight.device))
+        self._positions_P = torch.arange(window_tokens, device=device)
+        self._token_1 = torch.empty(1, dtype=torch.int64, device=device)
+        self._only_row = LastTokenReadout(torch.zeros(1, dtype=torch.int64, device=device))
 
     @contextmanager
     def serving(self) -> Generator[None]:
@@ -105,37 +121,47 @@ class Runner:
         """Take up a request in place of the last one. Raises RequestError where it does not fit."""
         check_request(request, self.limits)
         self.cache.truncate(0)
+        params = request.params
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= self.eos_token_ids
         sampler = TokenSampler(
-            request.params,
+            params,
             request.prompt_ids,
             num_tokens=self._num_named_tokens,
-            end_ids=sorted(self._end_ids(request)),
+            end_ids=sorted(end_ids),
             device=self.device,
         )
-        return Sequence(request, sampler)
+        longest = self.limits.longest_answer(request)
+        return Sequence(request, sampler, end_ids=end_ids, longest=longest)
 
     @torch.inference_mode()
     def step(self, sequence: Sequence) -> list[Event]:
         """One forward: a chunk of the prompt or one token. No events while the prompt is read."""
-        prompt_ids, held = sequence.request.prompt_ids, self.cache.length
-        if held >= len(prompt_ids):
+        prompt_ids, params = sequence.request.prompt_ids, sequence.request.params
+        held = self.cache.length
+        num_left = len(prompt_ids) - held
+        if num_left <= 0:
             self._token_1.fill_(sequence.next_id)
             return self._advance(sequence, self._forward(self._token_1, self._only_row))
-        scores = sequence.request.params.prompt_logprobs is not None
-        num_tokens = min(
-            SCORED_CHUNK_TOKENS if scores else self._prefill_chunk_tokens, len(prompt_ids) - held
-        )
-        chunk = prompt_ids[held : held + num_tokens]
-        tokens_T = torch.tensor(chunk, dtype=torch.int64, device=self.device)
-        is_last = held + num_tokens == len(prompt_ids)
+        scores = params.prompt_logprobs is not None
+        most = SCORED_CHUNK_TOKENS if scores else self._prefill_chunk_tokens
+        chunk = prompt_ids[held : held + min(most, num_left)]
+        is_last = len(chunk) == num_left
+        rows = [len(chunk) - 1] if is_last else []
+        readout = None if scores else LastTokenReadout(self._ids(rows))
+        logits_RV = self._forward(self._ids(chunk), readout)
         if scores:
-            logits_TV = self._forward(tokens_T, None)
-            self._score(sequence, logits_TV)
-            logits_RV = logits_TV[-1:]
-        else:
-            last_R = torch.tensor([num_tokens - 1] if is_last else [], dtype=torch.int64)
-            logits_RV = self._forward(tokens_T, LastTokenReadout(last_R.to(self.device)))
-        return self._prompt_read(sequence, logits_RV) if is_last else []
+            self._score(sequence, logits_RV)
+        if not is_last:
+            return []
+        events: list[Event] = [PromptScored(tuple(sequence.prompt_logprobs))] if scores else []
+        if params.max_tokens == 0:
+            return [*events, sequence.finished()]
+        return events + self._advance(sequence, logits_RV)
+
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
 
     def _forward(self, tokens_T: Tensor, readout: LastTokenReadout | None) -> Tensor:
         num_tokens, held = tokens_T.numel(), self.cache.length
@@ -145,86 +171,24 @@ class Runner:
         self.cache.advance(num_tokens)
         return logits
 
-    def _prompt_read(self, sequence: Sequence, logits_RV: Tensor) -> list[Event]:
-        params = sequence.request.params
-        events: list[Event] = []
-        if params.prompt_logprobs is not None:
-            events.append(PromptScored(tuple(sequence.prompt_logprobs)))
-        if params.max_tokens == 0:
-            return [*events, sequence.finished("length")]
-        return events + self._advance(sequence, logits_RV)
-
     def _score(self, sequence: Sequence, logits_TV: Tensor) -> None:
         """Adds the log-probabilities of the prompt's tokens that follow this chunk's."""
         request, end = sequence.request, self.cache.length
         following = request.prompt_ids[end - logits_TV.shape[0] + 1 : end + 1]
         for logits_V, token_id in zip(logits_TV[: len(following)].float(), following, strict=True):
-            scored = logprobs_of(
-                logits_V,
-                token_id,
-                num_tokens=self._num_named_tokens,
-                num_top=request.params.prompt_logprobs or 0,
-            )
+            scored = self._logprobs(logits_V, token_id, request.params.prompt_logprobs)
             sequence.prompt_logprobs.append(scored)
+
+    def _logprobs(
+        self, logits_V: Tensor, token_id: int, num_top: int | None
+    ) -> TokenLogprobs | None:
+        if num_top is None:
+            return None
+        return logprobs_of(logits_V, token_id, num_tokens=self._num_named_tokens, num_top=num_top)
 
     def _advance(self, sequence: Sequence, logits_RV: Tensor) -> list[Event]:
         """Draw a token from the last row and tell what it did to the text."""
-        params = sequence.request.params
         logits_V = logits_RV[-1].float()
         token_id = sequence.sampler.choose(logits_V)
-        scored = None
-        if params.logprobs is not None:
-            scored = logprobs_of(
-                logits_V, token_id, num_tokens=self._num_named_tokens, num_top=params.logprobs
-            )
-        sequence.next_id = token_id
-        sequence.num_made += 1
-        may_stop = sequence.num_made > params.min_tokens
-        if may_stop and token_id in self._end_ids(sequence.request):
-            return self._ended(sequence, token_id, scored)
-        text = self._text_of(sequence, token_id, may_stop=may_stop)
-        made = TokenMade(token_id, text, scored)
-        if sequence.stops.found is not None:
-            return [made, sequence.finished("stop", stopped_by=sequence.stops.found)]
-        if sequence.num_made == self._longest(sequence.request):
-            return [made, *self._closed(sequence, "length")]
-        return [made]
-
-    def _text_of(self, sequence: Sequence, token_id: int, *, may_stop: bool) -> str:
-        decoder = sequence.request.decoder
-        return (
-            "" if decoder is None else sequence.stops.add(decoder.add(token_id), may_stop=may_stop)
-        )
-
-    def _ended(
-        self, sequence: Sequence, token_id: int, scored: TokenLogprobs | None
-    ) -> list[Event]:
-        """An end token is counted and its text left out, unless the request asks for it."""
-        params = sequence.request.params
-        shown = params.include_stop_str_in_output and token_id in params.stop_token_ids
-        text = self._text_of(sequence, token_id, may_stop=False) if shown else ""
-        made = TokenMade(token_id, text, scored)
-        return [made, *self._closed(sequence, "stop", stopped_by=token_id)]
-
-    def _closed(
-        self, sequence: Sequence, reason: FinishReason, *, stopped_by: int | None = None
-    ) -> list[Event]:
-        """The closing event with the text still held; a stop string in that text counts too."""
-        decoder = sequence.request.decoder
-        text = ""
-        if decoder is not None:
-            may_stop = sequence.num_made > sequence.request.params.min_tokens
-            text = sequence.stops.add(decoder.finish(), may_stop=may_stop)
-        if sequence.stops.found is not None:
-            return [sequence.finished("stop", text=text, stopped_by=sequence.stops.found)]
-        text += sequence.stops.finish()
-        return [sequence.finished(reason, text=text, stopped_by=stopped_by)]
-
-    def _end_ids(self, request: Request) -> frozenset[int]:
-        ends = frozenset(request.params.stop_token_ids)
-        return ends if request.params.ignore_eos else ends | self.eos_token_ids
-
-    def _longest(self, request: Request) -> int:
-        room_tokens = self.limits.window_tokens - len(request.prompt_ids)
-        longest = request.params.max_tokens
-        return room_tokens if longest is None else longest
+        logprobs = self._logprobs(logits_V, token_id, sequence.request.params.logprobs)
+        return sequence.take(token_id, logprobs)

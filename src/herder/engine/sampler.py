@@ -7,7 +7,7 @@ anything is drawn), W the head's whole width, C the candidates that filters leav
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,10 +55,9 @@ def candidates(
     if 0 < top_k < num_tokens:
         logits_V, ids_C = logits_V.topk(top_k)
     if top_p < 1:
+        total = logits_V.logsumexp(0)
         if ids_C is None:
-            logits_V, ids_C, total = _likeliest(logits_V, top_p)
-        else:
-            total = logits_V.logsumexp(0)
+            logits_V, ids_C = _likeliest(logits_V, total, top_p)
         probabilities_C = (logits_V - total).exp()
         before_C = probabilities_C.cumsum(0) - probabilities_C
         outside_C = before_C >= top_p
@@ -67,15 +66,14 @@ def candidates(
     return logits_V, ids_C
 
 
-def _likeliest(logits_V: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens, best first, at least `top_p` together; and logsumexp of all."""
-    total = logits_V.logsumexp(0)
+def _likeliest(logits_V: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, best first, at least `top_p` together. `total`: logsumexp of all."""
     if logits_V.numel() > _FIRST_CANDIDATES:
         logits_C, ids_C = logits_V.topk(_FIRST_CANDIDATES)
         if (logits_C.logsumexp(0) - total).exp().item() > top_p:
-            return logits_C, ids_C, total
+            return logits_C, ids_C
     logits_C, ids_C = logits_V.sort(descending=True)
-    return logits_C, ids_C, total
+    return logits_C, ids_C
 
 
 def drawn(logits_C: Tensor, generator: torch.Generator) -> Tensor:
@@ -100,20 +98,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-class _Counts:
-    """What penalties count: how often the answer has each token, and which ones appeared at all."""
-
-    def __init__(self, prompt_ids: Sequence[int], num_tokens: int, device: torch.device) -> None:
-        named = [token_id for token_id in set(prompt_ids) if token_id < num_tokens]
-        self.answer_V = torch.zeros(num_tokens, device=device)
-        self.seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
-        self.seen_V[torch.tensor(named, dtype=torch.int64, device=device)] = True
-
-    def add(self, token_id: int) -> None:
-        self.answer_V[token_id] += 1
-        self.seen_V[token_id] = True
-
-
 class TokenSampler:
     """One request's state: its generator, its counts for penalties, its bias and hidden tokens."""
 
@@ -127,43 +111,52 @@ class TokenSampler:
         device: torch.device,
     ) -> None:
         """`end_ids` are the tokens that would end the answer: hidden for params.min_tokens."""
+
+        def named(token_ids: Iterable[int]) -> Tensor:
+            inside = [token_id for token_id in token_ids if token_id < num_tokens]
+            return torch.tensor(inside, dtype=torch.int64, device=device)
+
         self._params = params
         self._num_tokens = num_tokens
         self._num_made = 0
-        self._is_greedy = params.temperature < GREEDY_TEMPERATURE
         self._generator = torch.Generator(device)
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
-        ends = [token_id for token_id in end_ids if token_id < num_tokens]
-        self._ends_E = torch.tensor(ends, dtype=torch.int64, device=device)
-        self._bias_V = _bias(params, num_tokens, device)
-        is_penalized = (
+        self._ends_E = named(end_ids)
+        self._bias_V: Tensor | None = None
+        if params.logit_bias:
+            self._bias_V = torch.zeros(num_tokens, device=device)
+            for token_id in named(params.logit_bias).tolist():
+                self._bias_V[token_id] = params.logit_bias[token_id]
+        self._is_penalized = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
-        self._counts = _Counts(prompt_ids, num_tokens, device) if is_penalized else None
+        self._counts_V = torch.zeros(num_tokens, device=device)
+        self._seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        self._seen_V[named(prompt_ids)] = True
 
     def choose(self, logits_W: Tensor) -> int:
         """The next token. `logits_W` is fp32. Raises FloatingPointError where none can be drawn."""
         logits_V = self._shaped(logits_W[: self._num_tokens])
         peak, chosen = logits_V.max(0)
-        if not self._is_greedy:
+        if self._params.temperature >= GREEDY_TEMPERATURE:
             chosen = self._drawn(logits_V)
         # One wait for the device a token: value and index together, exact in fp64.
         best, token = torch.stack((peak.double(), chosen.double())).tolist()
         if not math.isfinite(best):
             raise FloatingPointError(f"the best logit is {best}: no token can be drawn")
         self._num_made += 1
-        if self._counts is not None:
-            self._counts.add(int(token))
+        if self._is_penalized:
+            self._counts_V[int(token)] += 1
+            self._seen_V[int(token)] = True
         return int(token)
 
     def _shaped(self, logits_V: Tensor) -> Tensor:
         """Penalties, then bias, then the ends that may not come yet."""
-        if self._counts is not None:
-            counts = self._counts
-            logits_V = penalized(logits_V, self._params, counts.answer_V, counts.seen_V)
+        if self._is_penalized:
+            logits_V = penalized(logits_V, self._params, self._counts_V, self._seen_V)
         if self._bias_V is not None:
             logits_V = logits_V + self._bias_V
         if self._num_made < self._params.min_tokens and len(self._ends_E):
@@ -180,13 +173,3 @@ class TokenSampler:
         )
         index = drawn(logits_C, self._generator)
         return index if ids_C is None else ids_C[index]
-
-
-def _bias(params: SamplingParams, num_tokens: int, device: torch.device) -> Tensor | None:
-    if not params.logit_bias:
-        return None
-    bias_V = torch.zeros(num_tokens, device=device)
-    for token_id, bias in params.logit_bias:
-        if token_id < num_tokens:
-            bias_V[token_id] = bias
-    return bias_V

@@ -11,26 +11,24 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from herder.config.record import Record
-from herder.engine.request import check_ids, refused
+from herder.engine.request import check_ids
 from herder.errors import HerderError
-from herder.serve.body_limit import MAX_BODY_BYTES, BodyLimit
 from herder.serve.chat import ChatFormat, chat_requests
 from herder.serve.completions import CompletionFormat, completion_requests
-from herder.serve.errors import ApiError, api_error, invalid
+from herder.serve.errors import ApiError, api_error, bad_body
 from herder.serve.host import Host
-from herder.serve.metrics import CONTENT_TYPE
-from herder.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from herder.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from herder.serve.reply import Reply
 from herder.serve.service import Service
-from herder.serve.streaming import KEEP_ALIVE_SECONDS
 
-_BODIES: dict[str, type[Record]] = {
+MAX_BODY_BYTES = 32 * 2**20
+_BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/tokenize": TokenizeBody,
@@ -39,23 +37,36 @@ _BODIES: dict[str, type[Record]] = {
 _router = APIRouter()
 
 
-def create_app(
-    host: Host,
-    *,
-    keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> FastAPI:
+def create_app(host: Host, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The application that serves what `host` loads."""
     app = FastAPI(title="herder", version=version("herder"), docs_url=None, redoc_url=None)
     app.state.host = host
-    app.state.keep_alive_seconds = keep_alive_seconds
     app.include_router(_router)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_exception_handler(RequestValidationError, _bad_body)
-    app.add_exception_handler(HTTPException, _bad_http)
-    for kind in (ApiError, HerderError, Exception):
+    app.add_middleware(_BodyLimit, max_bytes=max_body_bytes)
+    for kind in (RequestValidationError, HTTPException, ApiError, HerderError, Exception):
         app.add_exception_handler(kind, _failed)
     return app
+
+
+class _BodyLimit:
+    """ASGI middleware: a body is counted as it comes, and refused once it is too large."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, counted, send)
 
 
 def _host(request: Request) -> Host:
@@ -76,9 +87,7 @@ async def completions(body: CompletionBody, request: Request, service: OneServic
     service.check_model(body.model)
     requests = await run_in_threadpool(completion_requests, service, body)
     form = CompletionFormat(service, body, requests)
-    keep_alive_seconds = request.app.state.keep_alive_seconds
-    reply = Reply(service, body, requests, form, keep_alive_seconds=keep_alive_seconds)
-    return await reply.respond(request)
+    return await Reply(service, body, requests, form).respond(request)
 
 
 @_router.post("/v1/chat/completions")
@@ -86,10 +95,8 @@ async def chat_completions(body: ChatBody, request: Request, service: OneService
     """Answer a chat."""
     service.check_model(body.model)
     requests = await run_in_threadpool(chat_requests, service, body)
-    form = ChatFormat(service, body)
-    keep_alive_seconds = request.app.state.keep_alive_seconds
-    reply = Reply(service, body, requests, form, keep_alive_seconds=keep_alive_seconds)
-    return await reply.respond(request)
+    form = ChatFormat(service.tokenizer, wants_logprobs=body.logprobs)
+    return await Reply(service, body, requests, form).respond(request)
 
 
 @_router.get("/v1/models")
@@ -120,18 +127,14 @@ async def tokenize(body: TokenizeBody, service: OneService) -> dict[str, Any]:
     """The ids that a prompt or a chat would become."""
     service.check_model(body.model)
     ids = await run_in_threadpool(_ids_of, service, body)
-    return {
-        "count": len(ids),
-        "max_model_len": service.engine.limits.window_tokens,
-        "tokens": ids,
-    }
+    window_tokens = service.engine.limits.window_tokens
+    return {"count": len(ids), "max_model_len": window_tokens, "tokens": ids}
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
         return service.chat_ids(body.messages, body.chat_template_kwargs)
-    add_special_tokens = body.add_special_tokens is not False
-    return service.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
+    return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
 
 @_router.post("/detokenize")
@@ -163,40 +166,16 @@ async def show_version(request: Request) -> dict[str, str]:
 @_router.get("/metrics")
 async def metrics(service: OneService) -> Response:
     """Prometheus' text format."""
-    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE)
+    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-async def _bad_body(request: Request, error: Exception) -> Response:
-    """A body that is not JSON or not what its endpoint reads: 400, never FastAPI's 422."""
-    assert isinstance(error, RequestValidationError), type(error)
-    violations: list[dict[str, Any]] = [
-        {**violation, "loc": tuple(part for part in violation["loc"] if part != "body")}
-        for violation in error.errors()
-    ]
-    first = violations[0]
-    if first["type"] == "json_invalid":
-        reason = first["ctx"]["error"]
-        return invalid(f"the body is not JSON: {reason}").response()
-    if not first["loc"] and first["type"] in ("missing", "model_attributes_type"):
-        return invalid(
-            "the body must be a JSON object, sent with content-type: application/json"
-        ).response()
-    kind = _BODIES[request.url.path]
-    return api_error(refused(violations, kind.model_fields)).response()
-
-
-async def _bad_http(request: Request, error: Exception) -> Response:
-    """What the framework refuses: an unknown path, a wrong method, a body it cannot read."""
-    assert isinstance(error, HTTPException), type(error)
-    place = f"{request.method} {request.url.path}: " if error.status_code in (404, 405) else ""
-    return ApiError(
-        error.status_code,
-        f"{place}{error.detail}",
-        "invalid_request_error",
-        headers=error.headers,
-    ).response()
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    """Every other exception, as errors.api_error maps it."""
+async def _failed(request: Request, error: Exception) -> Response:
+    """Every exception as its answer; those of the framework are told in our form."""
+    path = request.url.path
+    if isinstance(error, RequestValidationError):
+        return bad_body(error, _BODIES[path]).response()
+    if isinstance(error, HTTPException):
+        place = f"{request.method} {path}: " if error.status_code in (404, 405) else ""
+        message = f"{place}{error.detail}"
+        return ApiError(error.status_code, message, headers=error.headers).response()
     return api_error(error).response()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from herder.engine.request import Logprob, Request, check_request
+from herder.engine.request import Event, Logprob, Request, TokenLogprobs, TokenMade, check_request
 from herder.errors import RequestError
-from herder.serve.answers import Part, ScoredToken
+from herder.serve.formats import Entry, Format
 from herder.serve.protocol import ChatBody
 from herder.serve.service import Service
 
@@ -21,9 +21,7 @@ def chat_requests(service: Service, body: ChatBody) -> list[Request]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     prompt_ids = service.chat_ids(body.messages, body.chat_template_kwargs)
-    requests = service.requests(
-        [prompt_ids], params, num_choices=body.n or 1, continues_prompt=False
-    )
+    requests = service.requests([prompt_ids], params, num_choices=body.n, continues_prompt=False)
     try:
         check_request(requests[0], service.engine.limits)
     except RequestError as error:
@@ -34,63 +32,41 @@ def chat_requests(service: Service, body: ChatBody) -> list[Request]:
     return requests
 
 
-class ChatFormat:
+class ChatFormat(Format):
     """chat.completion and chat.completion.chunk objects."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
-        self._tokenizer = service.tokenizer
-        self._wants_logprobs = bool(body.logprobs)
-        self._has_begun: set[int] = set()
+    def opening(self, index: int, first: Event) -> Iterator[Entry]:
+        """The role."""
+        yield {**self._entry(index, "", ()), "delta": {"role": "assistant", "content": ""}}
 
-    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The role before a choice's first text, the reason of its end in a last one of its own."""
-        if part.index not in self._has_begun:
-            self._has_begun.add(part.index)
-            yield self._entry(part.index, {"role": "assistant", "content": ""}, ())
-        tokens = part.tokens
-        if part.text:
-            yield self._entry(part.index, {"content": part.text}, tokens)
-            tokens = ()
-        if part.finish_reason is not None:
-            yield self._entry(part.index, {}, tokens, last=part)
+    def part(self, text: str) -> dict[str, Any]:
+        """A delta."""
+        return {"delta": {"content": text} if text else {}}
 
-    def choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        """One whole choice."""
-        tokens = [token for part in parts for token in part.tokens]
-        text = "".join(part.text for part in parts)
-        entry = self._entry(index, {}, tokens, last=parts[-1])
-        del entry["delta"]
-        return {**entry, "message": {"role": "assistant", "content": text}}
+    def whole(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """A message."""
+        text = "".join(entry["delta"].get("content", "") for entry in entries)
+        return {"message": {"role": "assistant", "content": text}}
 
-    def _entry(
-        self,
-        index: int,
-        delta: dict[str, str],
-        tokens: Sequence[ScoredToken],
-        *,
-        last: Part | None = None,
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._wants_logprobs and (tokens or last):
-            logprobs = {"content": [self._token(token) for token in tokens]}
-        entry = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": last.finish_reason if last else None,
+    def rows(self, index: int, made: TokenMade) -> Iterable[TokenLogprobs]:
+        """The log-probabilities themselves."""
+        return [made.logprobs] if made.logprobs else []
+
+    def logprobs(self, rows: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """One object a token."""
+        return {
+            "content": [
+                {**self._named(row.chosen), "top_logprobs": [self._named(top) for top in row.top]}
+                for row in rows
+            ]
         }
-        return {**entry, "stop_reason": last.stopped_by} if last else entry
-
-    def _token(self, token: ScoredToken) -> dict[str, Any]:
-        top = [self._named(logprob) for logprob in token.logprobs.top]
-        return {**self._named(token.logprobs.chosen), "top_logprobs": top}
 
     def _named(self, logprob: Logprob) -> dict[str, Any]:
-        name = self._tokenizer.decode([logprob.token_id], skip_special_tokens=False)
+        name = self.token(logprob.token_id)
         # Half a character has no text of its own, so its bytes are not known from it.
         known = "\N{REPLACEMENT CHARACTER}" not in name
         return {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from herder.engine.request import PromptScored, Request, TokenLogprobs, check_ids
-from herder.serve.answers import Part, TokenPlaces
+from herder.data.tokenizer import Tokenizer
+from herder.engine.request import Event, PromptScored, Request, TokenLogprobs, TokenMade, check_ids
+from herder.serve.formats import Entry, Format
 from herder.serve.protocol import CompletionBody
-from herder.serve.service import DEFAULT_COMPLETION_TOKENS, Service
+from herder.serve.service import Service
 
-_LogprobRow = tuple[int, TokenLogprobs | None, int]
+_Row = tuple[int, TokenLogprobs | None, int]
 """Token id, its log-probabilities (None for a prompt's first token), its place in the text."""
 
 
@@ -18,12 +19,12 @@ def completion_requests(service: Service, body: CompletionBody) -> list[Request]
     """What the engine is asked for. Raises RequestError or DataError for what cannot be done."""
     params = service.sampling_params(
         body,
-        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     prompts = [_prompt_ids(service, prompt) for prompt in body.prompt]
-    return service.requests(prompts, params, num_choices=body.n or 1, continues_prompt=True)
+    return service.requests(prompts, params, num_choices=body.n, continues_prompt=True)
 
 
 def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
@@ -33,7 +34,24 @@ def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
     return prompt
 
 
-class CompletionFormat:
+class _Places:
+    """Where in a text its tokens stand, in characters, told one after the other."""
+
+    def __init__(self, tokenizer: Tokenizer, *, start: int, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.detokenizer(context=context)
+        self._length = start
+
+    def next(self, token_id: int) -> int:
+        start = self._length
+        text = self._decoder.add(token_id)
+        self._length += len(text)
+        # A token may also bring out the halves of characters that were held before it.
+        own = self._tokenizer.decode([token_id])
+        return self._length - len(own) if own and text.endswith(own) else start
+
+
+class CompletionFormat(Format):
     """text_completion objects."""
 
     whole_object = "text_completion"
@@ -41,107 +59,57 @@ class CompletionFormat:
     id_prefix = "cmpl-"
 
     def __init__(self, service: Service, body: CompletionBody, requests: Sequence[Request]) -> None:
-        self._tokenizer = service.tokenizer
-        self._wants_logprobs = body.logprobs is not None
-        self._requests = requests
-        self._echoes = [""] * len(requests)
-        if body.echo:
-            self._echoes = [
-                self._echo(body.prompt[index // (body.n or 1)]) for index in range(len(requests))
-            ]
-        self._has_begun: set[int] = set()
+        tokenizer = service.tokenizer
+        super().__init__(tokenizer, wants_logprobs=body.logprobs is not None)
+        self._prompts = [request.prompt_ids for request in requests]
+        texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in body.prompt]
+        self._echoes = [text if body.echo else "" for text in texts for _ in range(body.n)]
+        self._places = [
+            _Places(tokenizer, start=len(echo), context=prompt_ids)
+            for echo, prompt_ids in zip(self._echoes, self._prompts, strict=True)
+        ]
 
-    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The echo, if any, with the first text; the reason of the end in a last one of its own."""
-        text = part.text
-        rows = list(self._rows(part))
-        if part.prompt is not None:
-            text, rows = (
-                self._begun(part.index),
-                [*self._prompt_rows(part.index, part.prompt), *rows],
-            )
-        else:
-            text = self._begun(part.index) + text
-        if text or (rows and part.finish_reason is None):
-            yield self._entry(part.index, text, rows)
-            rows = []
-        if part.finish_reason is not None:
-            yield self._entry(part.index, "", rows, last=part)
+    def opening(self, index: int, first: Event) -> Iterator[Entry]:
+        """The echo, if any."""
+        if echo := self._echoes[index]:
+            rows = self._prompt_rows(index, first) if isinstance(first, PromptScored) else ()
+            yield self._entry(index, echo, rows)
 
-    def choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        """One whole choice."""
-        entries = [entry for part in parts for entry in self.chunks(part)]
-        text = "".join(entry["text"] for entry in entries)
-        logprobs = (
-            _joined([entry["logprobs"] for entry in entries]) if self._wants_logprobs else None
-        )
-        return {**entries[-1], "text": text, "logprobs": logprobs}
+    def part(self, text: str) -> dict[str, Any]:
+        """Plain text."""
+        return {"text": text}
 
-    def _echo(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def whole(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Plain text."""
+        return {"text": "".join(entry["text"] for entry in entries)}
 
-    def _begun(self, index: int) -> str:
-        """The echo, the first time that a choice has anything to say."""
-        if index in self._has_begun:
-            return ""
-        self._has_begun.add(index)
-        return self._echoes[index]
+    def rows(self, index: int, made: TokenMade) -> Iterable[_Row]:
+        """With the token's place."""
+        if made.logprobs is not None:
+            yield made.token_id, made.logprobs, self._places[index].next(made.token_id)
 
-    def _entry(
-        self, index: int, text: str, rows: Sequence[_LogprobRow], *, last: Part | None = None
-    ) -> dict[str, Any]:
-        entry = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(rows) if self._wants_logprobs else None,
-            "finish_reason": last.finish_reason if last else None,
-        }
-        return {**entry, "stop_reason": last.stopped_by} if last else entry
-
-    def _rows(self, part: Part) -> Iterator[_LogprobRow]:
-        start = len(self._echoes[part.index])
-        for token in part.tokens:
-            yield token.logprobs.chosen.token_id, token.logprobs, start + token.text_offset
-
-    def _prompt_rows(self, index: int, prompt: PromptScored) -> Iterator[_LogprobRow]:
+    def _prompt_rows(self, index: int, prompt: PromptScored) -> Iterator[_Row]:
         """The prompt's tokens; where its text is not quite its tokens', offsets stay inside it."""
-        places = TokenPlaces(self._tokenizer)
+        places = _Places(self._tokenizer, start=0, context=())
         end = len(self._echoes[index])
-        for token_id, scored in zip(self._requests[index].prompt_ids, prompt.logprobs, strict=True):
+        for token_id, scored in zip(self._prompts[index], prompt.logprobs, strict=True):
             yield token_id, scored, min(places.next(token_id), end)
 
-    def _logprobs(self, rows: Sequence[_LogprobRow]) -> dict[str, list[Any]]:
+    def logprobs(self, rows: Sequence[_Row]) -> dict[str, list[Any]]:
+        """Lists side by side, one item a token."""
         return {
-            "tokens": [self._name(token_id) for token_id, _, _ in rows],
+            "tokens": [self.token(token_id) for token_id, _, _ in rows],
             "token_logprobs": [scored.chosen.logprob if scored else None for _, scored, _ in rows],
-            "top_logprobs": [
-                {self._name(top.token_id): top.logprob for top in reversed(_all(scored))}
-                if scored
-                else None
-                for _, scored, _ in rows
-            ],
+            "top_logprobs": [self._alternatives(scored) for _, scored, _ in rows],
             "text_offset": [offset for _, _, offset in rows],
         }
 
-    def _name(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+    def _alternatives(self, scored: TokenLogprobs | None) -> dict[str, float] | None:
+        """The likeliest ones and the chosen one, up to logprobs + 1 as OpenAI gives them.
 
-
-def _all(scored: TokenLogprobs) -> list[Any]:
-    """The likeliest ones and the chosen one: OpenAI gives up to logprobs + 1."""
-    known = {top.token_id for top in scored.top}
-    chosen = [] if scored.chosen.token_id in known else [scored.chosen]
-    return [*scored.top, *chosen]
-
-
-def _joined(all_logprobs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    joined: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for logprobs in all_logprobs:
-        for name, values in logprobs.items():
-            joined[name] += values
-    return joined
+        Of two tokens with one text the likelier stays.
+        """
+        if scored is None:
+            return None
+        best_last = [scored.chosen, *reversed(scored.top)]
+        return {self.token(each.token_id): each.logprob for each in best_last}

@@ -8,50 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
+from herder.engine.request import refused
 from herder.errors import DataError, OverloadedError, RequestError, UnavailableError
 
-RETRY_AFTER_SECONDS = 1
-"""What a refused client is told to wait at least; a queue this short moves within seconds."""
+RETRY_AFTER = {"retry-after": "1"}
+"""Seconds that a refused client is told to wait at least; a queue this short moves within them."""
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass
 class ApiError(Exception):
     """An answer that is an error."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str,
-        *,
-        parameter: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.parameter = parameter
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    parameter: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.parameter,
-                "code": self.code,
-            }
-        }
+        told = {"message": self.message, "type": self.kind}
+        return {"error": {**told, "param": self.parameter, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The HTTP answer, where none of it has been sent yet."""
@@ -60,30 +48,35 @@ class ApiError(Exception):
 
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an exception."""
-    retry = {"retry-after": str(RETRY_AFTER_SECONDS)}
+    message = str(error)
     match error:
         case ApiError():
             return error
         case RequestError():
-            return invalid(str(error), parameter=error.parameter)
+            return ApiError(400, message, parameter=error.parameter)
         case DataError():
-            return invalid(str(error))
+            return ApiError(400, message)
         case OverloadedError():
-            return ApiError(429, str(error), "overloaded_error", code="queue_full", headers=retry)
+            return ApiError(
+                429, message, "overloaded_error", code="queue_full", headers=RETRY_AFTER
+            )
         case UnavailableError():
-            return ApiError(503, str(error), "service_unavailable_error", headers=retry)
+            return ApiError(503, message, "service_unavailable_error", headers=RETRY_AFTER)
     _log.error("an answer failed", exc_info=error)
     return ApiError(500, "the server failed to answer; its log says why", "internal_server_error")
 
 
-def invalid(message: str, *, parameter: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be obeyed as it is: 400."""
-    return ApiError(400, message, "invalid_request_error", parameter=parameter, code=code)
-
-
-def model_not_found(asked: str, served: str) -> ApiError:
-    """404 for a model that is not the one served."""
-    message = f"model: {asked!r} is not served here; {served!r} is"
-    return ApiError(
-        404, message, "invalid_request_error", parameter="model", code="model_not_found"
-    )
+def bad_body(error: RequestValidationError, kind: type[BaseModel]) -> ApiError:
+    """A body that is not JSON or not a `kind`: 400, never FastAPI's 422."""
+    violations: list[dict[str, Any]] = [
+        {**violation, "loc": tuple(part for part in violation["loc"] if part != "body")}
+        for violation in error.errors()
+    ]
+    first = violations[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+    if not first["loc"] and first["type"] in ("missing", "model_attributes_type"):
+        return ApiError(
+            400, "the body must be a JSON object, sent with content-type: application/json"
+        )
+    return api_error(refused(violations, kind.model_fields))

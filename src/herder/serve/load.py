@@ -12,11 +12,12 @@ from herder.checkpoint.source import ModelSource
 from herder.config.run import ServeConfig
 from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from herder.engine.engine import Engine
+from herder.engine.request import SamplingFields, SamplingParams
 from herder.engine.runner import Runner
 from herder.errors import ConfigError, ResourceError
-from herder.model.decoder import Decoder
+from herder.model.linear import multiplies_bf16
 from herder.serve.metrics import ServingMetrics
-from herder.serve.service import SamplingDefaults, Service
+from herder.serve.service import Service
 from herder.units import format_gb
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,6 +26,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def default_device() -> str:
     """The first GPU, or the CPU where there is none."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def precision_of(asked: str) -> str:
+    """A key of DTYPES; for "auto" bf16 where the default device multiplies it, else fp32.
+
+    Emulated bf16 multiplications make a token take several times as long as in fp32.
+    """
+    if asked != "auto":
+        return asked
+    if torch.cuda.is_available():
+        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        multiplies = multiplies_bf16()
+    return "bf16" if multiplies else "fp32"
 
 
 def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
@@ -41,16 +56,12 @@ def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
 def load_runner(
     source: ModelSource, tokenizer: Tokenizer, *, precision: str, window_tokens: int
 ) -> Runner:
-    """Weights in `precision` on the default device, and a cache as long as the window."""
+    """Weights in `precision` on the default device, and a cache as long as the window.
+
+    Raises ResourceError where the cache finds no memory.
+    """
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
-    decoder = load_decoder(source, dtype=DTYPES[precision], device=default_device())
-    return build_runner(decoder, source, tokenizer, window_tokens=window_tokens)
-
-
-def build_runner(
-    decoder: Decoder, source: ModelSource, tokenizer: Tokenizer, *, window_tokens: int
-) -> Runner:
-    """A runner over a model that is there. Raises ResourceError where the cache finds no memory."""
+    decoder = load_decoder(source, dtype=DTYPES[precision_of(precision)], device=default_device())
     try:
         return Runner(
             decoder,
@@ -81,23 +92,25 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
     )
 
 
-def sampling_defaults(source: ModelSource) -> SamplingDefaults:
+def sampling_defaults(source: ModelSource) -> dict[str, Any]:
     """What generation_config.json recommends, unless it says not to sample."""
-    given: dict[str, Any] = dict(source.generation)
-    if given.get("do_sample") is False:
-        return SamplingDefaults()
-    names = SamplingDefaults.model_fields
-    return SamplingDefaults(**{name: given[name] for name in names if name in given})
+    if source.generation.get("do_sample") is False:
+        return {}
+    known = SamplingFields.model_fields.keys() & source.generation.keys()
+    fields = {name: source.generation[name] for name in sorted(known)}
+    SamplingParams(**fields)
+    return fields
 
 
 def banner(service: Service, config: ServeConfig, url: str) -> str:
     """What is said once requests are welcome."""
     limits = service.engine.limits
-    recommended = ", ".join(f"{name} {value}" for name, value in service.defaults.given.items())
+    recommended = ", ".join(f"{name} {value}" for name, value in service.defaults.items())
     lines = [
         f"{service.name} is served at {url}",
-        f"  precision {config.precision} on {default_device()}, window {limits.window_tokens:,} "
-        f"tokens, key-value cache {format_gb(service.cache_bytes)}",
+        f"  precision {precision_of(config.precision)} on {default_device()}, "
+        f"window {limits.window_tokens:,} tokens, "
+        f"key-value cache {format_gb(service.cache_bytes)}",
         f"  sampling unless a request says otherwise: {recommended or 'temperature 1'}",
         "  one request at a time, in order; "
         f"up to {service.engine.max_queued_requests} more may wait",

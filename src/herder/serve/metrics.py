@@ -8,67 +8,50 @@ have (prefix cache, preemption) is absent: a missing metric is not 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import TypeVar, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from herder.engine.engine import Engine, Listener
-from herder.engine.request import Event, Finished, TokenMade
+from herder.engine.request import Event, Finished, FinishReason, TokenMade
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_FINISH_REASONS = ("stop", "length", "abort", "error")
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
-class _EngineGauges(Collector):
-    """Read from the engine when they are asked for, so that they are never stale."""
-
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine = engine
-        self._model = model
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        engine = self._engine
-        yield self._gauge("num_requests_running", "Requests being answered.", engine.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", engine.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "KV cache in use, 0 to 1.", engine.cache_usage)
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"herder:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class ServingMetrics:
-    """The counters and histograms of one server. Each answer to be made counts as one request."""
+    """What one server counts. Each answer to be made counts as one request."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineGauges(engine, model))
 
-        def counter(name: str, text: str) -> Counter:
-            family = Counter(f"herder:{name}", text, ["model_name"], registry=self._registry)
-            return family.labels(model)
+        def metric(
+            kind: type[_Metric], name: str, text: str, labels: Sequence[str] = (), **options: object
+        ) -> _Metric:
+            names = ["model_name", *labels]
+            return kind(f"herder:{name}", text, names, registry=self._registry, **options)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(
-                f"herder:{name}", text, ["model_name"], buckets=buckets, registry=self._registry
-            )
-            return family.labels(model)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return metric(Histogram, name, text, buckets=buckets).labels(model)
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read.")
-        self._generation_tokens = counter("generation_tokens", "Tokens made.")
-        finished = Counter(
-            "herder:request_success",
-            "Requests that ended, by how.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        # Gauges are read from the engine when they are asked for, so that they are never stale.
+        for name, text, read in (
+            ("num_requests_running", "Requests being answered.", lambda: engine.num_running),
+            ("num_requests_waiting", "Requests in the queue.", lambda: engine.num_waiting),
+            ("kv_cache_usage_perc", "KV cache in use, 0 to 1.", lambda: engine.cache_usage),
+        ):
+            metric(Gauge, name, text).labels(model).set_function(read)
+        self._prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens read.").labels(model)
+        self._made_tokens = metric(Counter, "generation_tokens", "Tokens made.").labels(model)
+        ended = metric(
+            Counter, "request_success", "Requests that ended, by how.", ["finished_reason"]
         )
-        self._finished = {reason: finished.labels(model, reason) for reason in _FINISH_REASONS}
+        self._finished = {why: ended.labels(model, why) for why in get_args(FinishReason)}
         self._first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_SECONDS
         )
@@ -101,7 +84,7 @@ class ServingMetrics:
                 last = now
             elif isinstance(event, Finished):
                 self._finished[event.reason].inc()
-                self._generation_tokens.inc(event.num_completion_tokens)
+                self._made_tokens.inc(event.num_completion_tokens)
                 self._prompt_tokens.inc(event.num_prompt_tokens if counts_prompt else 0)
                 self._request.observe(now - start)
             listener(event)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from herder.checkpoint.source import ModelSource
 from herder.data.tokenizer import Tokenizer
-from herder.engine.engine import Engine
 from herder.engine.request import (
+    Event,
     Finished,
     Limits,
     Request,
@@ -18,6 +18,7 @@ from herder.engine.request import (
     TokenMade,
     check_request,
 )
+from herder.engine.runner import Runner
 from herder.serve.load import load_runner, window_tokens
 
 
@@ -73,29 +74,24 @@ def answer_once(
     """Load the model, answer and let go of it. Raises RequestError before anything is loaded."""
     limits = Limits(window_tokens(source, None), source.architecture.vocab_size)
     check_request(request, limits)
-    room_tokens = limits.window_tokens - len(request.prompt_ids)
-    longest = request.params.max_tokens
-    needed = len(request.prompt_ids) + (room_tokens if longest is None else longest)
+    needed = len(request.prompt_ids) + limits.longest_answer(request)
     runner = load_runner(source, tokenizer, precision=precision, window_tokens=needed)
-    with Engine(runner) as engine:
-        return _follow(engine, request, on_text)
-
-
-def _follow(engine: Engine, request: Request, on_text: Callable[[str], None]) -> OneAnswer:
-    pieces: list[str] = []
-    token_seconds: list[float] = []
-    end: Finished | None = None
-    for event in engine.submit(request).events():
+    text, token_seconds = "", []
+    for event in _events(runner, request):
         if isinstance(event, TokenMade):
             token_seconds.append(time.monotonic())
-        if isinstance(event, Finished):
-            end = event
-        if isinstance(event, (TokenMade, Finished)):
-            pieces.append(event.text)
+        if isinstance(event, TokenMade | Finished):
+            text += event.text
             on_text(event.text)
-    assert end is not None, "a request always has an end"
-    if end.error is not None:
-        raise end.error
-    after_first = len(token_seconds) - 1
-    speed = after_first / (token_seconds[-1] - token_seconds[0]) if after_first > 0 else None
-    return OneAnswer("".join(pieces), end, speed)
+        if isinstance(event, Finished):
+            num_after_first = len(token_seconds) - 1
+            seconds = token_seconds[-1] - token_seconds[0] if num_after_first > 0 else None
+            return OneAnswer(text, event, num_after_first / seconds if seconds else None)
+    raise AssertionError("a request always has an end")
+
+
+def _events(runner: Runner, request: Request) -> Iterator[Event]:
+    with runner.serving():
+        sequence = runner.begin(request)
+        while True:
+            yield from runner.step(sequence)

@@ -14,27 +14,19 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from pydantic_core import PydanticCustomError
 
 from herder.config.record import Record
-from herder.engine.request import (
-    MAX_STOP_STRINGS,
-    Bias,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    NumLogprobs,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    StopString,
-    Temperature,
-    TokenId,
-    TopK,
-    TopP,
-)
+from herder.engine.request import MaxTokens, NumLogprobs, SamplingFields, TokenId
 
 MAX_CHOICES = 128
 """Answers to one HTTP request, n times the prompts. Source: OpenAI API reference, n."""
-IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier")
-"""Fields for the provider's own books; named in the response header of app.IGNORED_HEADER."""
+IGNORED_FIELDS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "parallel_tool_calls",
+)
+"""What cannot change an answer: the provider's own books, and how tools would be called."""
 
 
 def _unless(*neutral: Any) -> BeforeValidator:
@@ -68,16 +60,6 @@ def _one_kind_of_prompt(value: Any) -> Any:
     )
 
 
-def _whole_numbers_as_keys(value: Any) -> Any:
-    """JSON writes token ids as strings where they are keys."""
-    if not isinstance(value, dict):
-        return value
-    try:
-        return {int(key): bias for key, bias in value.items()}
-    except ValueError:
-        raise PydanticCustomError("token_id", "keys must be token ids") from None
-
-
 def _finite(value: JsonValue) -> JsonValue:
     """Python's reader lets NaN and Infinity pass, which are no JSON."""
     try:
@@ -92,53 +74,49 @@ Prompts: TypeAlias = Annotated[
     list[str] | list[list[int]],
     BeforeValidator(_one_kind_of_prompt, json_schema_input_type=str | list[str] | list[int]),
 ]
-Nothing: TypeAlias = Annotated[Any, _unless(None)]
-LogitBias: TypeAlias = Annotated[
-    dict[TokenId, Bias],
-    BeforeValidator(_whole_numbers_as_keys, json_schema_input_type=dict[str, float]),
-]
+Nothing: TypeAlias = Annotated[Any, _unless()]
+NoItems: TypeAlias = Annotated[Any, _unless([])]
 
 
 class Body(Record):
-    """A record whose validator is built at once: FastAPI takes it when a route is declared."""
+    """What a client sends; null is the same as absent.
+
+    Its validator is built at once: FastAPI takes it when a route is declared.
+    """
 
     model_config = ConfigDict(defer_build=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cls.model_fields
+        return {
+            name: each for name, each in value.items() if each is not None or name not in fields
+        }
 
 
 class StreamOptions(Body):
     """What a stream tells besides the text."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: Annotated[Any, _unless(None, False)] = None
-    include_obfuscation: Annotated[Any, _unless(None, False)] = None
+    include_usage: bool = False
+    continuous_usage_stats: Annotated[Any, _unless(False)] = None
+    include_obfuscation: Annotated[Any, _unless(False)] = None
 
 
-class SamplingFields(Body):
-    """What both kinds of completion share. null is the same as absent."""
+class AnswerBody(SamplingFields, Body):
+    """What both kinds of completion share."""
 
     model: str | None = None
     """Absent: the one that is served."""
-    stream: bool | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    min_tokens: MinTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
-    response_format: Annotated[Any, _unless(None, {"type": "text"})] = None
-    tools: Annotated[Any, _unless(None, [])] = None
-    tool_choice: Annotated[Any, _unless(None, "none")] = None
+    response_format: Annotated[Any, _unless({"type": "text"})] = None
+    tools: NoItems = None
+    tool_choice: Annotated[Any, _unless("none")] = None
 
     user: Json = None
     metadata: Json = None
@@ -147,45 +125,38 @@ class SamplingFields(Body):
     safety_identifier: Json = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream_only(self) -> SamplingFields:
+    def _options_of_a_stream_only(self) -> AnswerBody:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "needs stream: true")
         return self
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, in whichever form they came."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def ignored_fields(self) -> tuple[str, ...]:
+    def ignored_fields(self) -> list[str]:
         """Fields that were given and change nothing."""
-        return tuple(name for name in IGNORED_FIELDS if getattr(self, name) is not None)
+        return [name for name in IGNORED_FIELDS if name in self.model_fields_set]
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(AnswerBody):
     """POST /v1/completions."""
 
     prompt: Prompts
-    max_tokens: MaxTokens | None = None
-    """Absent: 16, as in OpenAI's API. 0 only with echo."""
-    echo: bool | None = None
+    max_tokens: MaxTokens = 16
+    """0 only with echo. Source of the default: OpenAI API reference."""
+    echo: bool = False
     logprobs: NumLogprobs | None = None
-    suffix: Annotated[Any, _unless(None, "")] = None
+    suffix: Annotated[Any, _unless("")] = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _zero_tokens_only_with_echo(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "0 needs echo: true")
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.best_of not in (None, self.n):
             raise PydanticCustomError("best_of", "only n is supported yet; leave it out")
         return self
 
@@ -203,11 +174,11 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
     name: str | None = None
-    tool_calls: Annotated[Any, _unless(None, [])] = None
+    tool_calls: NoItems = None
     function_call: Nothing = None
     refusal: Nothing = None
     audio: Nothing = None
-    annotations: Annotated[Any, _unless(None, [])] = None
+    annotations: NoItems = None
 
     def as_template_input(self) -> dict[str, str]:
         """What a chat template reads: parts joined by line ends."""
@@ -221,21 +192,21 @@ Messages: TypeAlias = Annotated[list[Message], Field(min_length=1)]
 TemplateVariables: TypeAlias = dict[str, Json]
 
 
-class ChatBody(SamplingFields):
+class ChatBody(AnswerBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens. Absent: what the window leaves."""
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """More variables for the template, such as enable_thinking."""
-    parallel_tool_calls: Json = None
-    functions: Annotated[Any, _unless(None, [])] = None
-    function_call: Annotated[Any, _unless(None, "none")] = None
-    modalities: Annotated[Any, _unless(None, ["text"])] = None
+    parallel_tool_calls: bool | None = None
+    functions: NoItems = None
+    function_call: Annotated[Any, _unless("none")] = None
+    modalities: Annotated[Any, _unless(["text"])] = None
     audio: Nothing = None
     prediction: Nothing = None
     reasoning_effort: Nothing = None
@@ -260,9 +231,9 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    """Of a prompt; absent: true."""
-    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: bool = True
+    """Of a prompt."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeBody:

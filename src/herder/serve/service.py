@@ -6,57 +6,19 @@ Owns the translation from fields to sampling parameters and prompts. It knows no
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from herder.config.record import Record
 from herder.data.tokenizer import Tokenizer
 from herder.engine.engine import Engine
-from herder.engine.request import (
-    MinP,
-    RepetitionPenalty,
-    Request,
-    SamplingParams,
-    Temperature,
-    TopK,
-    TopP,
-)
+from herder.engine.request import Request, SamplingFields, SamplingParams
 from herder.errors import RequestError
-from herder.serve.errors import model_not_found
+from herder.serve.errors import ApiError
 from herder.serve.metrics import ServingMetrics
-from herder.serve.protocol import MAX_CHOICES, Message, SamplingFields
+from herder.serve.protocol import MAX_CHOICES, AnswerBody, Message
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""Of /v1/completions. Source: OpenAI API reference, max_tokens."""
-_SAME_NAMES = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "include_stop_str_in_output",
-    "ignore_eos",
-)
-
-
-class SamplingDefaults(Record):
-    """What the model's authors recommend, for fields that a request leaves out."""
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Those that are recommended."""
-        return {name: value for name, value in self if value is not None}
+_RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +28,8 @@ class Service:
     name: str
     tokenizer: Tokenizer
     engine: Engine
-    defaults: SamplingDefaults
+    defaults: Mapping[str, Any]
+    """Sampling fields that the model's authors recommend, where a request leaves them out."""
     metrics: ServingMetrics
     cache_bytes: int
     """Of the KV cache, allocated."""
@@ -74,33 +37,26 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """Raise 404 where another model is asked for."""
-        if asked is not None and asked != self.name:
-            raise model_not_found(asked, self.name)
+        if asked not in (None, self.name):
+            message = f"model: {asked!r} is not served here; {self.name!r} is"
+            raise ApiError(404, message, parameter="model", code="model_not_found")
 
-    def chat_ids(
-        self, messages: Sequence[Message], variables: dict[str, Any] | None = None
-    ) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The prompt of a chat. Raises DataError where there is no template or it rejects them."""
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"}
-        taken = reserved & set(variables or {})
-        if taken:
+        if taken := _RESERVED_VARIABLES & variables.keys():
             raise RequestError(
                 f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be given here",
                 parameter="chat_template_kwargs",
             )
         inputs = [message.as_template_input() for message in messages]
-        return self.tokenizer.encode_chat(inputs, **(variables or {}))
+        return self.tokenizer.encode_chat(inputs, **variables)
 
-    def sampling_params(self, body: SamplingFields, **others: Any) -> SamplingParams:
+    def sampling_params(self, body: AnswerBody, **others: Any) -> SamplingParams:
         """The engine's parameters for a body; `others` are the fields whose form differs."""
-        given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
-        ends = [*(body.stop_token_ids or ()), *self._control_tokens(body)]
-        return SamplingParams(
-            **{**self.defaults.given, **given, **others},
-            stop=body.stop_strings,
-            stop_token_ids=tuple(ends),
-            logit_bias=tuple((body.logit_bias or {}).items()),
-        )
+        given = SamplingFields.model_fields.keys() & body.model_fields_set
+        fields = {**self.defaults, **{name: getattr(body, name) for name in given}, **others}
+        ends = (*body.stop_token_ids, *self._control_tokens(body))
+        return SamplingParams(**{**fields, "stop_token_ids": ends})
 
     def requests(
         self,
@@ -132,10 +88,10 @@ class Service:
             for choice in range(num_choices)
         ]
 
-    def _control_tokens(self, body: SamplingFields) -> list[int]:
+    def _control_tokens(self, body: AnswerBody) -> list[int]:
         """Stop strings that are one control token: their text is never shown, so match the id."""
         ends = []
-        for stop in body.stop_strings:
+        for stop in body.stop:
             ids = self.tokenizer.encode(stop, add_special_tokens=False)
             if len(ids) == 1 and ids[0] in self.tokenizer.special_token_ids:
                 if body.include_stop_str_in_output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -85,6 +86,40 @@ class NumberText:
     def finish(self) -> str:
         """The text of a last token 63."""
         return self._held
+
+
+class Heard:
+    """A listener, and the events it is told."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Event] = SimpleQueue()
+
+    def __call__(self, event: Event) -> None:
+        self.queue.put(event)
+
+    def events(self) -> Iterator[Event]:
+        """The events as they come, to the last."""
+        while not isinstance(event := self.queue.get(timeout=10), Finished):
+            yield event
+        yield event
+
+    def last(self) -> Finished:
+        """The closing event."""
+        *_, event = self.events()
+        assert isinstance(event, Finished), event
+        return event
+
+
+@pytest.fixture
+def ask(engine: Engine) -> Callable[[Request], Heard]:
+    """Asks the engine, and hears the answer."""
+
+    def ask(request: Request) -> Heard:
+        heard = Heard()
+        engine.submit([(request, heard)])
+        return heard
+
+    return ask
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_a_shortest_answer_hides_every_kind_of_end(answer: Answers) -> None:
 
 
 def test_text_held_to_the_end_is_told_with_the_end(answer: Answers) -> None:
-    bias = ((63, 100.0),)
+    bias = {63: 100.0}
     done = answer(PROMPT, text=True, max_tokens=3, temperature=0, logit_bias=bias)
     assert [event.text for event in done.events] == ["", "", "", "63 63 63 "]
     stopped = answer(PROMPT, text=True, max_tokens=3, temperature=0, logit_bias=bias, stop=("63 ",))

@@ -132,8 +132,8 @@ def test_padded_ids_are_never_drawn(temperature: float) -> None:
 
 
 def test_a_bias_moves_its_token_only() -> None:
-    assert sampler(temperature=0, logit_bias=((3, 5.0),)).choose(torch.zeros(8)) == 3
-    assert sampler(temperature=0, logit_bias=((3, -100.0),)).choose(torch.eye(8)[3] * 9) != 3
+    assert sampler(temperature=0, logit_bias={3: 5.0}).choose(torch.zeros(8)) == 3
+    assert sampler(temperature=0, logit_bias={3: -100.0}).choose(torch.eye(8)[3] * 9) != 3
 
 
 def test_ends_are_hidden_until_the_shortest_answer() -> None:

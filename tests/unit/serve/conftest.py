@@ -60,7 +60,7 @@ def start(
     bound = bind("127.0.0.1", 0)
     host = Host(service)
     ready = threading.Event()
-    app = create_app(host, max_body_bytes=MAX_BODY_BYTES, keep_alive_seconds=0.3)
+    app = create_app(host, max_body_bytes=MAX_BODY_BYTES)
     server = Server(app, host, bound, on_ready=ready.set, **options)
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()

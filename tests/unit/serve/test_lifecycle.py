@@ -47,7 +47,7 @@ def pace() -> Pace:
 def occupy(running, pace) -> None:
     """Keep the engine busy until pace lets go."""
     request = Request([1, 2], SamplingParams(max_tokens=1), pace)
-    running.service.engine.submit(request, lambda _: None)
+    running.service.engine.submit([(request, lambda _: None)])
     assert pace.reached.wait(10)
 
 
@@ -153,7 +153,8 @@ def test_a_failure_after_the_first_token_is_an_event_before_the_end(api) -> None
     assert api.metric("request_success_total", finished_reason="error") == failed + 1
 
 
-def test_a_silent_stream_is_kept_alive_by_comments(serve, pace) -> None:
+def test_a_silent_stream_is_kept_alive_by_comments(serve, pace, monkeypatch) -> None:
+    monkeypatch.setattr("herder.serve.reply.KEEP_ALIVE_SECONDS", 0.3)
     running = serve()
     occupy(running, pace)
     with running.http.stream("POST", "/v1/completions", json={**SHORT, "stream": True}) as stream:

@@ -30,11 +30,11 @@ from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
 from herder.config.record import Record
 from herder.errors import CheckpointError
+from herder.families.weights import listed
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 TRAIN_STATE = "train_state.json"
-_LISTED = 8
 
 
 class DataPosition(Record):
@@ -109,7 +109,7 @@ def save_checkpoint(
         write_meta(meta, folder)
         for name, content in model_files.items():
             (folder / name).write_bytes(content)
-        num_bytes = write_manifest(folder).num_bytes
+        num_bytes = write_manifest(folder)
     keep_newest(run_directory, keep_last=keep_last)
     return SavedCheckpoint(final, num_bytes)
 
@@ -130,9 +130,8 @@ def load_checkpoint(
         problem for name, live in wanted.items() for problem in _misfits(checkpoint / name, live)
     ]
     if problems:
-        more = f"\n  and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        listed = "\n".join(f"  {problem}" for problem in problems[:_LISTED])
-        raise CheckpointError(f"{checkpoint} does not fit this model:\n{listed}{more}")
+        lines = listed(problems, separator="\n  ")
+        raise CheckpointError(f"{checkpoint} does not fit this model:\n  {lines}")
     for name, live in wanted.items():
         _copy_into(live, checkpoint / name)
     restore_random_state(state.random)
@@ -142,13 +141,10 @@ def load_checkpoint(
 def refuse_other_architecture(checkpoint: Path, architecture: Mapping[str, Any]) -> None:
     """Raise CheckpointError with what differs, if the checkpoint is of another architecture."""
     differing = differing_keys(read_meta(checkpoint).architecture, architecture)
-    if not differing:
-        return
-    lines = [f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in differing.items()]
-    more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-    raise CheckpointError(
-        f"{checkpoint} is of another architecture:\n" + "\n".join(lines[:_LISTED]) + more
-    )
+    if differing:
+        told = [f"{key}: {old!r} there, {new!r} here" for key, (old, new) in differing.items()]
+        lines = listed(told, separator="\n  ")
+        raise CheckpointError(f"{checkpoint} is of another architecture:\n  {lines}")
 
 
 def _read_train_state(checkpoint: Path) -> _TrainState:
@@ -168,9 +164,8 @@ def _misfits(path: Path, live: Mapping[str, Tensor]) -> list[str]:
             problems = [f"{path.name}: {name} is missing" for name in live.keys() - stored.keys()]
             problems += [f"{path.name}: {name} is extra" for name in stored.keys() - live.keys()]
             for name in live.keys() & stored.keys():
-                shape = tuple(stored[name].get_shape())
-                if shape != tuple(live[name].shape):
-                    wanted = tuple(live[name].shape)
+                shape, wanted = tuple(stored[name].get_shape()), tuple(live[name].shape)
+                if shape != wanted:
                     problems.append(f"{path.name}: {name} is {shape}, wanted {wanted}")
             return sorted(problems)
     except (OSError, SafetensorError) as error:

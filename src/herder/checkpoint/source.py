@@ -40,15 +40,8 @@ TOKENIZER_FILES = (
 )
 """What travels with a model besides its config and weights."""
 
-_GENERATION_DEFAULTS = (
-    "do_sample",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
+_SAMPLING = "do_sample temperature top_p top_k min_p repetition_penalty max_new_tokens"
+"""The defaults of generation_config.json that mean something here."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +66,6 @@ class ModelSource:
     """The sampling defaults of generation_config.json that are given."""
     notes: tuple[str, ...] = ()
     """What a user should be told: where the files deviate from what the config says."""
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether there is anything to load."""
-        return self.weights is not None
 
 
 def resolve_model(
@@ -133,7 +121,7 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f" Name one of its files instead: {', '.join(ggufs)}." if ggufs else ""
         raise ModelError(f"{folder} has no {CONFIG}, so it is no model.{hint}")
-    source = replace(_from_config(config, name=name), folder=folder, **_generation(folder, config))
+    source = _with_generation(_from_config(config, name=name), folder)
     files = _weight_files(folder)
     if not files:
         return source
@@ -148,13 +136,8 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
     source = _from_config(config, name=name)
     if source.architecture.model_dump(mode="json") != meta.architecture:
         raise CheckpointError(f"{folder}: {CONFIG} and {META} describe different architectures.")
-    return replace(
-        source,
-        weights="run",
-        files=(folder / SINGLE,),
-        folder=folder,
-        **_generation(folder, config),
-    )
+    source = replace(source, weights="run", files=(folder / SINGLE,))
+    return _with_generation(source, folder)
 
 
 def _from_gguf(path: Path, name: str) -> ModelSource:
@@ -204,18 +187,13 @@ def _untied_where_different(source: ModelSource) -> ModelSource:
     return replace(source, architecture=untied, notes=(*source.notes, note))
 
 
-def _generation(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """End-of-text ids and sampling defaults of a folder."""
+def _with_generation(source: ModelSource, folder: Path) -> ModelSource:
+    """With the end-of-text ids and sampling defaults that a folder gives."""
     generation = _read_json(folder / GENERATION_CONFIG) or {}
-    ids = [
-        *_as_ids(generation.get("eos_token_id")),
-        *_as_ids(config.get("eos_token_id")),
-        *_tokenizer_eos(folder),
-    ]
-    given = {
-        key: generation[key] for key in _GENERATION_DEFAULTS if generation.get(key) is not None
-    }
-    return {"eos_token_ids": tuple(dict.fromkeys(ids)), "generation": given}
+    ids = [*_as_ids(generation.get("eos_token_id")), *source.eos_token_ids, *_tokenizer_eos(folder)]
+    given = {key: generation[key] for key in _SAMPLING.split() if generation.get(key) is not None}
+    eos_token_ids = tuple(dict.fromkeys(ids))
+    return replace(source, folder=folder, eos_token_ids=eos_token_ids, generation=given)
 
 
 def _tokenizer_eos(folder: Path) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from herder.config.architecture import ArchitectureConfig
@@ -137,10 +137,13 @@ def _forward(decoder: Decoder, rows: Sequence[Row]) -> tuple[list[Tensor], list[
     assert decoder.embed is not None, "parity is of whole models"
     assert decoder.norm is not None, "parity is of whole models"
     hidden: list[Tensor] = []
+
+    def record(_module: nn.Module, _given: object, returned: Tensor) -> None:
+        hidden.append(returned)
+
     with ExitStack() as hooks:
         for part in (decoder.embed, *list(decoder.layers.values())[:-1], decoder.norm):
-            hook = part.register_forward_hook(lambda _module, _given, out: hidden.append(out))
-            hooks.enter_context(hook)
+            hooks.enter_context(part.register_forward_hook(record))
         logits_TV = decoder(
             torch.cat([row.tokens_T for row in rows]), positions_T=positions_T, attend=attend
         )

@@ -32,7 +32,7 @@ def find_model(
     source = resolve(model.source)
     if model.override:
         return _overridden(source, model.override)
-    if needs_weights and model.initialize == "pretrained" and not source.has_weights:
+    if needs_weights and model.initialize == "pretrained" and source.weights is None:
         raise ConfigError(
             f"model.source: {source.name} has a config but no weights here. Give a folder or hub "
             "id that has, or --set model.initialize=random."

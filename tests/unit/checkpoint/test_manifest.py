@@ -16,8 +16,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_folder_verifies_and_knows_its_size(folder: Path) -> None:
-    assert verify_manifest(folder, reads_contents=True).num_bytes == 150
+def test_a_whole_folder_verifies_and_its_size_is_told(folder: Path) -> None:
+    verify_manifest(folder, reads_contents=True)
+    (folder / MANIFEST).unlink()
+    assert write_manifest(folder) == 150
 
 
 def test_all_damage_is_told_together(folder: Path) -> None:

@@ -35,7 +35,7 @@ def write(folder: Path, name: str, content: Any) -> None:
 def test_a_catalog_name_has_an_architecture_and_no_weights() -> None:
     source = resolve_model("Llama-3.1-405B")
     assert (source.name, source.family, source.weights) == ("llama-3.1-405b", "llama", None)
-    assert not source.has_weights
+    assert source.weights is None
     assert source.architecture.num_layers == 126
     assert source.eos_token_ids == (128001,)
 

@@ -37,7 +37,7 @@ def find(**fields: Any) -> ModelSource:
 def test_a_config_of_ones_own_is_read_as_its_family_reads_it() -> None:
     source = find(config=CONFIG, initialize="random")
     assert source.architecture == architecture_from_hf(CONFIG, name="test")
-    assert (source.family, source.has_weights, source.eos_token_ids) == ("llama", False, (2,))
+    assert (source.family, source.weights, source.eos_token_ids) == ("llama", None, (2,))
 
 
 def test_keys_of_a_published_model_can_be_replaced() -> None:

@@ -194,14 +194,14 @@ def server(model: str) -> Generator[str]:
     with (OUTPUT / "server.log").open("wb") as log:
         running = subprocess.Popen([HERDER, *arguments], stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until_healthy(f"http://127.0.0.1:{port}/health", running)
+            wait_until_ready(f"http://127.0.0.1:{port}/ready", running)
             yield f"http://127.0.0.1:{port}"
         finally:
             stop(running)
 
 
-def wait_until_healthy(url: str, running: subprocess.Popen[bytes]) -> None:
-    """Poll until the server answers; DemoError if it ends or takes too long."""
+def wait_until_ready(url: str, running: subprocess.Popen[bytes]) -> None:
+    """Poll until the model is loaded; DemoError if the server ends or takes too long."""
     deadline = time.monotonic() + START_UP_SECONDS
     while time.monotonic() < deadline:
         if running.poll() is not None:
@@ -211,7 +211,7 @@ def wait_until_healthy(url: str, running: subprocess.Popen[bytes]) -> None:
                 return
         except (urllib.error.URLError, TimeoutError):
             time.sleep(0.2)
-    raise DemoError(f"the server did not answer in {START_UP_SECONDS} s")
+    raise DemoError(f"the server was not ready in {START_UP_SECONDS} s")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -274,6 +274,9 @@ def main() -> int:
         run_demo()
     except DemoError as failure:
         console.print(f"[bold red]The demo stopped:[/] {failure}")
+        return 1
+    except openai.OpenAIError as failure:
+        console.print(f"[bold red]The demo stopped:[/] the server's answer: {failure}")
         return 1
     except KeyboardInterrupt:
         console.print("[bold red]Interrupted.")

@@ -7,12 +7,11 @@ whole. Everything in it can be deleted at any time and is made again.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-
-from filelock import FileLock
 
 from herder.errors import ResourceError
 
@@ -33,7 +32,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     fresh = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):
+        with target.with_name(f".{target.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
                 fresh.mkdir()

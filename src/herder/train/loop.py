@@ -34,6 +34,9 @@ from herder.train.schedule import learning_rate
 from herder.train.state import TrainRun
 from herder.train.step import NonFiniteError, held_out_loss, train_step
 
+StopSignal = Callable[[], Signals | None]
+"""Which signal asks the run to stop, or None: read between steps and held-out micro-batches."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -50,9 +53,7 @@ class Outcome:
     stopped_by: Signals | None
 
 
-def train(
-    run: TrainRun, start: Progress, bus: Bus, *, stop_signal: Callable[[], Signals | None]
-) -> Outcome:
+def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) -> Outcome:
     """Do the steps from `start` to train.steps, or to the end of the step a signal came in.
 
     The state is saved every checkpoint.every_steps, after the last step and when stopped. Raises
@@ -74,7 +75,7 @@ def train(
             if done == steps or done % config.checkpoint.every_steps == 0:
                 saved = _save(run, run.progress(step=done, tokens=tokens), bus)
             if _is_evaluated_after(run, done):
-                held_out = _evaluate(run, done, bus)
+                held_out = _evaluate(run, done, bus, stop_signal)
     if finished and saved != checkpoint_path(run.run_directory, done):
         saved = _save(run, run.progress(step=done, tokens=tokens), bus)
     stopped_by = stop_signal() if done < steps else None
@@ -162,9 +163,20 @@ def _is_evaluated_after(run: TrainRun, step: int) -> bool:
     return every is not None and (step == run.config.train.steps or step % every == 0)
 
 
-def _evaluate(run: TrainRun, step: int, bus: Bus) -> EvaluationFinished:
+def _evaluate(
+    run: TrainRun, step: int, bus: Bus, stop_signal: StopSignal
+) -> EvaluationFinished | None:
+    """The held-out loss, told; None when a signal came before it was known."""
     watch = Stopwatch()
-    loss, tokens = held_out_loss(run.decoder, run.held_out(), run.settings)
+    found = held_out_loss(
+        run.decoder,
+        run.held_out(),
+        run.settings,
+        is_stopped=lambda: stop_signal() is not None,
+    )
+    if found is None:
+        return None
+    loss, tokens = found
     event = EvaluationFinished(
         step=step,
         loss=loss,

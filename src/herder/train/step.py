@@ -6,7 +6,7 @@ or who listens. The loss of held-out text goes through the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -96,12 +96,18 @@ def summed_loss(decoder: Decoder, batch: MicroBatch, settings: StepSettings) -> 
 
 
 def held_out_loss(
-    decoder: Decoder, micro_batches: Sequence[MicroBatch], settings: StepSettings
-) -> tuple[float, int]:
-    """(mean loss in nats, number of tokens it is over), without gradients."""
+    decoder: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    settings: StepSettings,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[float, int] | None:
+    """(mean loss in nats, number of tokens it is over), without gradients; None if stopped."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
     with torch.no_grad():
         for batch in micro_batches:
+            if is_stopped():
+                return None
             total += summed_loss(decoder, batch, settings).double().cpu()
             weight += batch.num_loss_tokens
     assert weight > 0, "held-out text without a single target"

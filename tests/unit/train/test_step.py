@@ -53,8 +53,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_documents_one_by_one(
     fresh, total = build(), 0.0
     for ids in documents:
         batch = pack([ids])
-        loss, tokens = held_out_loss(fresh, [batch], settings)
-        total += loss * tokens
+        found = held_out_loss(fresh, [batch], settings)
+        assert found is not None
+        total += found[0] * found[1]
     assert result.loss == pytest.approx(total / result.weight, rel=1e-5)
 
 
@@ -113,10 +114,23 @@ def test_held_out_loss_leaves_no_gradients(
     build: Build, settings: StepSettings, documents: Documents, pack: Pack
 ) -> None:
     decoder = build()
-    loss, tokens = held_out_loss(decoder, [pack(documents[:2]), pack(documents[2:])], settings)
+    found = held_out_loss(decoder, [pack(documents[:2]), pack(documents[2:])], settings)
+    assert found is not None
+    loss, tokens = found
     assert tokens == sum(len(ids) - 1 for ids in documents)
     assert 0 < loss < 10
     assert gradients(decoder) == {}
+
+
+def test_a_signal_ends_an_evaluation_between_micro_batches(
+    build: Build, settings: StepSettings, documents: Documents, pack: Pack
+) -> None:
+    decoder, forwards = build(), list[int]()
+    decoder.register_forward_hook(lambda *_: forwards.append(1))
+    batches = [pack([ids]) for ids in documents]
+    found = held_out_loss(decoder, batches, settings, is_stopped=lambda: len(forwards) == 2)
+    assert found is None
+    assert len(forwards) == 2
 
 
 def test_training_lowers_the_loss(

@@ -35,8 +35,8 @@ BIG_CLUSTER = ("--nodes", "2048", "--gpus-per-node", "8", "--gpu", "h100-80gb")
 
 INTERRUPT_AFTER_STEPS = 10
 EVALUATED_TOKENS = "4096"
-START_UP_SECONDS = 120
-STOP_SECONDS = 60
+START_UP_SECONDS = 300
+STOP_SECONDS = 180
 
 console = Console()
 

@@ -92,11 +92,12 @@ def test_a_term_signal_lets_the_accepted_answer_finish(start: Start, tiny_chat_m
 
 
 def test_a_port_in_use_ends_with_status_2_before_anything_is_loaded(
-    start: Start, tiny_chat_model: Path
+    tiny_chat_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        stdout, stderr = start(str(tiny_chat_model), "--port", port).communicate(timeout=60)
+        assert run(["serve", str(tiny_chat_model), "--port", port]) == 2
+    stdout, stderr = capfd.readouterr()
     assert stdout == ""
     assert stderr == (
         f"herder: port {port} on 127.0.0.1 is in use. Choose another with --port {int(port) + 1}, "
@@ -127,14 +128,14 @@ def test_a_bad_flag_ends_with_status_2(
 
 
 def test_weights_that_cannot_be_read_end_with_status_2(
-    start: Start, tiny_chat_model: Path, tmp_path: Path
+    tiny_chat_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for file in tiny_chat_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    process = start(str(tmp_path), "--port", "0")
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (2, "")
+    assert run(["serve", str(tmp_path), "--port", "0"]) == 2
+    stdout, stderr = capfd.readouterr()
+    assert stdout == ""
     assert "model.safetensors" in stderr
     assert "Traceback" not in stderr

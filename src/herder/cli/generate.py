@@ -47,12 +47,17 @@ def command(
     def show(text: str) -> None:
         click.echo("" if as_json else text, nl=False)
 
-    answer = answer_once(source, tokenizer, request, precision=precision, on_text=show)
+    report = answer_once(source, tokenizer, request, precision=precision, on_text=show)
     if as_json:
-        report = answer.report(source.name)
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
         return
     click.echo()
+    speed = report["tokens_per_second"]
+    pace = "" if speed is None else f", {speed:.1f} tokens/s"
     is_chat_model = tokenizer.has_chat_template and not as_chat
     hint = "; --chat asks it as a chat" if is_chat_model else ""
-    click.echo(f"[{answer.figures()}{hint}]", err=True)
+    click.echo(
+        f"[{report['prompt_tokens']} prompt tokens, {report['completion_tokens']} new{pace}, "
+        f"finish reason {report['finish_reason']}{hint}]",
+        err=True,
+    )

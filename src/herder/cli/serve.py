@@ -10,9 +10,8 @@ import click
 from herder.cli.models import resolve, tokenizer_folder
 from herder.config.run import ServeConfig
 from herder.serve.app import create_app
-from herder.serve.host import Host
 from herder.serve.load import DTYPES, banner, load_service, window_tokens
-from herder.serve.server import Server, bind, url_of
+from herder.serve.server import Host, Server, bind, url_of
 
 _DEFAULTS = ServeConfig()
 

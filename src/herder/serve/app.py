@@ -19,12 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from herder.engine.request import check_ids
 from herder.errors import HerderError
-from herder.serve.chat import ChatFormat, chat_requests
-from herder.serve.completions import CompletionFormat, completion_requests
+from herder.serve.completions import (
+    ChatFormat,
+    CompletionFormat,
+    chat_requests,
+    completion_requests,
+)
 from herder.serve.errors import ApiError, api_error, bad_body
-from herder.serve.host import Host
 from herder.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from herder.serve.reply import Reply
+from herder.serve.server import Host
 from herder.serve.service import Service
 
 MAX_BODY_BYTES = 32 * 2**20

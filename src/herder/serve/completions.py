@@ -1,30 +1,65 @@
-"""/v1/completions: the body's prompts as requests, and how its choices are written."""
+"""The two kinds of completion: what a body asks of the engine, and how its choices are written.
+
+A stream and a whole answer are made of the same entries, so that they cannot differ. Nothing here
+knows HTTP.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 from herder.data.tokenizer import Tokenizer
-from herder.engine.request import Event, PromptScored, Request, TokenLogprobs, TokenMade, check_ids
-from herder.serve.formats import Entry, Format
-from herder.serve.protocol import CompletionBody
+from herder.engine.request import (
+    Event,
+    Finished,
+    Logprob,
+    PromptScored,
+    Request,
+    TokenLogprobs,
+    TokenMade,
+    check_ids,
+    check_request,
+)
+from herder.errors import RequestError
+from herder.serve.protocol import ChatBody, CompletionBody
 from herder.serve.service import Service
 
-_Row = tuple[int, TokenLogprobs | None, int]
-"""Token id, its log-probabilities (None for a prompt's first token), its place in the text."""
+Entry = dict[str, Any]
+"""What a choice gains: an item of a chunk's `choices`, with its text as `text`."""
+
+
+def chat_requests(service: Service, body: ChatBody) -> list[Request]:
+    """What the engine is asked for. Raises RequestError or DataError for what cannot be done."""
+    given = body.max_completion_tokens
+    requests = service.requests(
+        body,
+        [service.chat_ids(body.messages, body.chat_template_kwargs)],
+        continues_prompt=False,
+        max_tokens=body.max_tokens if given is None else given,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    try:
+        check_request(requests[0], service.engine.limits)
+    except RequestError as error:
+        if error.parameter != "max_tokens" or given is None:
+            raise
+        message = str(error).replace("max_tokens", "max_completion_tokens")
+        raise RequestError(message, parameter="max_completion_tokens") from None
+    return requests
 
 
 def completion_requests(service: Service, body: CompletionBody) -> list[Request]:
     """What the engine is asked for. Raises RequestError or DataError for what cannot be done."""
-    params = service.sampling_params(
+    return service.requests(
         body,
+        [_prompt_ids(service, prompt) for prompt in body.prompt],
+        continues_prompt=True,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = [_prompt_ids(service, prompt) for prompt in body.prompt]
-    return service.requests(prompts, params, num_choices=body.n, continues_prompt=True)
 
 
 def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
@@ -34,21 +69,117 @@ def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
     return prompt
 
 
+class Format(ABC):
+    """Turns the events of choices into entries of chunks, and these into whole choices."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    def __init__(self, tokenizer: Tokenizer, *, wants_logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._wants_logprobs = wants_logprobs
+        self._has_begun: set[int] = set()
+
+    def entries(self, index: int, event: Event) -> Iterator[Entry]:
+        """What an event of a choice adds; the reason of the end is in a last entry of its own."""
+        if index not in self._has_begun:
+            self._has_begun.add(index)
+            yield from self.opening(index, event)
+        match event:
+            case TokenMade() if event.text or event.logprobs:
+                yield self._entry(index, event.text, [event.logprobs] if event.logprobs else [])
+            case Finished():
+                if event.text:
+                    yield self._entry(index, event.text)
+                ending = {"finish_reason": event.reason, "stop_reason": event.stopped_by}
+                yield {**self._entry(index, ""), **ending}
+
+    def choice(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """One whole choice made of its entries."""
+        logprobs = None
+        if self._wants_logprobs:
+            parts = [entry["logprobs"] for entry in entries]
+            logprobs = {name: [row for part in parts for row in part[name]] for name in parts[-1]}
+        text = "".join(entry["text"] for entry in entries)
+        return self.shaped({**entries[-1], "text": text, "logprobs": logprobs}, name="message")
+
+    def _entry(self, index: int, text: str, scored: Sequence[TokenLogprobs | None] = ()) -> Entry:
+        logprobs = self.logprobs(index, scored) if self._wants_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def token(self, token_id: int) -> str:
+        """A token's own text, by which clients know it."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    @abstractmethod
+    def opening(self, index: int, first: Event) -> Iterator[Entry]:
+        """What comes before a choice's first text."""
+
+    def shaped(self, entry: Entry, *, name: str = "delta") -> dict[str, Any]:
+        """An entry or a whole choice as it is written; `name` is where a chat has its text."""
+        return entry
+
+    @abstractmethod
+    def logprobs(self, index: int, scored: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """A choice's next tokens as lists, which are joined name by name. None: not scored."""
+
+
+class ChatFormat(Format):
+    """chat.completion and chat.completion.chunk objects."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def opening(self, index: int, first: Event) -> Iterator[Entry]:
+        """The role."""
+        yield {**self._entry(index, ""), "role": "assistant"}
+
+    def shaped(self, entry: Entry, *, name: str = "delta") -> dict[str, Any]:
+        """Role and text in an object of their own."""
+        rest = dict(entry)
+        text, role = rest.pop("text"), rest.pop("role", None)
+        if role or name == "message":
+            return {**rest, name: {"role": "assistant", "content": text}}
+        return {**rest, name: {"content": text} if text else {}}
+
+    def logprobs(self, index: int, scored: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """One object a token."""
+        return {
+            "content": [
+                {**self._named(each.chosen), "top_logprobs": [*map(self._named, each.top)]}
+                for each in scored
+                if each is not None
+            ]
+        }
+
+    def _named(self, logprob: Logprob) -> dict[str, Any]:
+        name = self.token(logprob.token_id)
+        # Half a character has no text of its own, so its bytes are not known from it.
+        known = "\N{REPLACEMENT CHARACTER}" not in name
+        return {
+            "token": name,
+            "logprob": logprob.logprob,
+            "bytes": list(name.encode()) if known else None,
+        }
+
+
 class _Places:
     """Where in a text its tokens stand, in characters, told one after the other."""
 
-    def __init__(self, tokenizer: Tokenizer, *, start: int, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.detokenizer(context=context)
-        self._length = start
+        self.length = 0
 
     def next(self, token_id: int) -> int:
-        start = self._length
+        start = self.length
         text = self._decoder.add(token_id)
-        self._length += len(text)
+        self.length += len(text)
         # A token may also bring out the halves of characters that were held before it.
         own = self._tokenizer.decode([token_id])
-        return self._length - len(own) if own and text.endswith(own) else start
+        return self.length - len(own) if own and text.endswith(own) else start
 
 
 class CompletionFormat(Format):
@@ -65,43 +196,30 @@ class CompletionFormat(Format):
         texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in body.prompt]
         self._echoes = [text if body.echo else "" for text in texts for _ in range(body.n)]
         self._places = [
-            _Places(tokenizer, start=len(echo), context=prompt_ids)
-            for echo, prompt_ids in zip(self._echoes, self._prompts, strict=True)
+            _Places(tokenizer, context=() if body.echo else prompt_ids)
+            for prompt_ids in self._prompts
         ]
 
     def opening(self, index: int, first: Event) -> Iterator[Entry]:
-        """The echo, if any."""
+        """The echo, if any; where it is not quite its tokens' text, offsets stay inside it."""
         if echo := self._echoes[index]:
-            rows = self._prompt_rows(index, first) if isinstance(first, PromptScored) else ()
-            yield self._entry(index, echo, rows)
+            scored = first.logprobs if isinstance(first, PromptScored) else ()
+            entry = self._entry(index, echo, scored)
+            if entry["logprobs"]:
+                offsets = entry["logprobs"]["text_offset"]
+                entry["logprobs"]["text_offset"] = [min(each, len(echo)) for each in offsets]
+            self._places[index].length = len(echo)
+            yield entry
 
-    def part(self, text: str) -> dict[str, Any]:
-        """Plain text."""
-        return {"text": text}
-
-    def whole(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Plain text."""
-        return {"text": "".join(entry["text"] for entry in entries)}
-
-    def rows(self, index: int, made: TokenMade) -> Iterable[_Row]:
-        """With the token's place."""
-        if made.logprobs is not None:
-            yield made.token_id, made.logprobs, self._places[index].next(made.token_id)
-
-    def _prompt_rows(self, index: int, prompt: PromptScored) -> Iterator[_Row]:
-        """The prompt's tokens; where its text is not quite its tokens', offsets stay inside it."""
-        places = _Places(self._tokenizer, start=0, context=())
-        end = len(self._echoes[index])
-        for token_id, scored in zip(self._prompts[index], prompt.logprobs, strict=True):
-            yield token_id, scored, min(places.next(token_id), end)
-
-    def logprobs(self, rows: Sequence[_Row]) -> dict[str, list[Any]]:
-        """Lists side by side, one item a token."""
+    def logprobs(self, index: int, scored: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """Lists side by side, one item a token; only a prompt's first one is not scored."""
+        first_id = self._prompts[index][0]
+        ids = [each.chosen.token_id if each else first_id for each in scored]
         return {
-            "tokens": [self.token(token_id) for token_id, _, _ in rows],
-            "token_logprobs": [scored.chosen.logprob if scored else None for _, scored, _ in rows],
-            "top_logprobs": [self._alternatives(scored) for _, scored, _ in rows],
-            "text_offset": [offset for _, _, offset in rows],
+            "tokens": [self.token(token_id) for token_id in ids],
+            "token_logprobs": [each.chosen.logprob if each else None for each in scored],
+            "top_logprobs": [self._alternatives(each) for each in scored],
+            "text_offset": [self._places[index].next(token_id) for token_id in ids],
         }
 
     def _alternatives(self, scored: TokenLogprobs | None) -> dict[str, float] | None:

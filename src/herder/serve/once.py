@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from herder.checkpoint.source import ModelSource
@@ -20,36 +19,6 @@ from herder.engine.request import (
 )
 from herder.engine.runner import Runner
 from herder.serve.load import load_runner, window_tokens
-
-
-@dataclass(frozen=True)
-class OneAnswer:
-    """What became of the prompt."""
-
-    text: str
-    end: Finished
-    tokens_per_second: float | None
-    """After the first token; None where there was no second one."""
-
-    def report(self, model: str) -> dict[str, Any]:
-        """What `herder generate --json` prints."""
-        return {
-            "model": model,
-            "text": self.text,
-            "finish_reason": self.end.reason,
-            "prompt_tokens": self.end.num_prompt_tokens,
-            "completion_tokens": self.end.num_completion_tokens,
-            "tokens_per_second": self.tokens_per_second,
-        }
-
-    def figures(self) -> str:
-        """The same for people."""
-        pace = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
-        end = self.end
-        return (
-            f"{end.num_prompt_tokens} prompt tokens, {end.num_completion_tokens} new{pace}, "
-            f"finish reason {end.reason}"
-        )
 
 
 def prompt_request(
@@ -70,8 +39,12 @@ def answer_once(
     *,
     precision: str,
     on_text: Callable[[str], None],
-) -> OneAnswer:
-    """Load the model, answer and let go of it. Raises RequestError before anything is loaded."""
+) -> dict[str, Any]:
+    """Load the model, answer and let go of it: what `herder generate --json` prints.
+
+    tokens_per_second counts from the first token on; None where there was no second one. Raises
+    RequestError before anything is loaded.
+    """
     limits = Limits(window_tokens(source, None), source.architecture.vocab_size)
     check_request(request, limits)
     needed = len(request.prompt_ids) + limits.longest_answer(request)
@@ -84,9 +57,15 @@ def answer_once(
             text += event.text
             on_text(event.text)
         if isinstance(event, Finished):
-            num_after_first = len(token_seconds) - 1
-            seconds = token_seconds[-1] - token_seconds[0] if num_after_first > 0 else None
-            return OneAnswer(text, event, num_after_first / seconds if seconds else None)
+            seconds = token_seconds[-1] - token_seconds[0] if token_seconds else 0
+            return {
+                "model": source.name,
+                "text": text,
+                "finish_reason": event.reason,
+                "prompt_tokens": event.num_prompt_tokens,
+                "completion_tokens": event.num_completion_tokens,
+                "tokens_per_second": (len(token_seconds) - 1) / seconds if seconds else None,
+            }
     raise AssertionError("a request always has an end")
 
 

@@ -29,11 +29,11 @@ IGNORED_FIELDS = (
 """What cannot change an answer: the provider's own books, and how tools would be called."""
 
 
-def _unless(*neutral: Any) -> BeforeValidator:
-    """Refuse every value of a known field, apart from those that ask for nothing."""
+def _unless(neutral: Any = None) -> BeforeValidator:
+    """Refuse every value of a known field, apart from the one that asks for nothing."""
 
     def refuse(value: Any) -> Any:
-        if not any(type(value) is type(other) and value == other for other in neutral):
+        if type(value) is not type(neutral) or value != neutral:
             raise PydanticCustomError(
                 "unsupported", "this field is not supported yet; leave it out"
             )
@@ -42,19 +42,17 @@ def _unless(*neutral: Any) -> BeforeValidator:
     return BeforeValidator(refuse)
 
 
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
 def _one_kind_of_prompt(value: Any) -> Any:
     """A prompt in any of its four forms as a list of prompts; one message where it is none."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
-        if all(type(item) is int for item in value):
-            return [value]
-        if all(isinstance(item, list) for item in value) and all(
-            type(token_id) is int for item in value for token_id in item
-        ):
-            return value
+    prompts = [value] if isinstance(value, str) or _are_ids(value) else value
+    if isinstance(prompts, list) and (
+        all(isinstance(each, str) for each in prompts) or all(map(_are_ids, prompts))
+    ):
+        return prompts
     raise PydanticCustomError(
         "prompt", "must be a string, a list of strings, a list of token ids or a list of such lists"
     )

@@ -12,17 +12,18 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from herder.engine.request import Finished, Request
-from herder.serve.answers import Answers
+from herder.engine.engine import Generation, Listener
+from herder.engine.request import Event, Finished, Request
+from herder.serve.completions import Entry, Format
 from herder.serve.errors import api_error
-from herder.serve.formats import Entry, Format
 from herder.serve.protocol import AnswerBody
 from herder.serve.service import Service
 
@@ -34,49 +35,48 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
+_Queue = asyncio.Queue[tuple[int, Event]]
+"""Each choice's index and events."""
 
+
+@dataclass
 class Reply:
-    """One HTTP answer to a body."""
+    """One HTTP answer to a body; each choice is one of the requests."""
 
-    def __init__(
-        self, service: Service, body: AnswerBody, requests: Sequence[Request], form: Format
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._requests = requests
-        self._form = form
-        self._num_prompt_tokens = 0
-        self._num_completion_tokens = 0
-        self._id = form.id_prefix + secrets.token_hex(12)
-        self._created = int(time.time())
-        ignored = ", ".join(body.ignored_fields)
-        self._headers = {IGNORED_HEADER: ignored} if ignored else {}
+    service: Service
+    body: AnswerBody
+    requests: Sequence[Request]
+    form: Format
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    key: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self, http_request: HttpRequest) -> Response:
         """The answer; a stream once its first chunk is there. A failure so far has its status."""
         try:
-            if not self._body.stream:
+            if not self.body.stream:
                 return await self._whole(http_request)
             chunks = self._chunks(http_request)
             first = await anext(chunks)
         except Exception as error:
             return api_error(error).response()
-        headers = {**_UNBUFFERED, **self._headers}
+        headers = {**_UNBUFFERED, **self._headers()}
         stream = _stream(first, chunks)
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _whole(self, http_request: HttpRequest) -> Response:
-        gathered: list[list[Entry]] = [[] for _ in self._requests]
+        gathered: list[list[Entry]] = [[] for _ in self.requests]
         async for entry in self._entries(http_request, silence_seconds=None):
             if entry is not None:
                 gathered[entry["index"]].append(entry)
-        choices = [self._form.choice(entries) for entries in gathered]
-        body = {**self._envelope(self._form.whole_object), "choices": choices}
-        return JSONResponse({**body, "usage": self._usage()}, headers=self._headers)
+        choices = [self.form.choice(entries) for entries in gathered]
+        body = {**self._envelope(self.form.whole_object), "choices": choices}
+        return JSONResponse({**body, "usage": self._usage()}, headers=self._headers())
 
     async def _chunks(self, http_request: HttpRequest) -> AsyncGenerator[bytes]:
-        envelope = self._envelope(self._form.chunk_object)
-        includes_usage = self._body.includes_usage
+        envelope = self._envelope(self.form.chunk_object)
+        includes_usage = self.body.includes_usage
         no_usage = {"usage": None} if includes_usage else {}
         async with aclosing(
             self._entries(http_request, silence_seconds=KEEP_ALIVE_SECONDS)
@@ -85,45 +85,78 @@ class Reply:
                 if entry is None:
                     yield _KEEP_ALIVE
                 else:
-                    yield _event({**envelope, "choices": [entry], **no_usage})
+                    yield _event({**envelope, "choices": [self.form.shaped(entry)], **no_usage})
         if includes_usage:
             yield _event({**envelope, "choices": [], "usage": self._usage()})
 
     async def _entries(
         self, http_request: HttpRequest, *, silence_seconds: float | None
     ) -> AsyncGenerator[Entry | None]:
-        """What the choices gain, and None after each silence."""
-        num_choices = self._body.n
-        with (
-            Answers(self._service, self._requests, num_choices=num_choices) as answers,
-            _on_disconnect(http_request, answers.cancel),
-        ):
-            async for heard in answers.events(silence_seconds=silence_seconds):
-                if heard is None:
+        """What the choices gain, and None after each silence. Raises what the engine raised."""
+        events: _Queue = asyncio.Queue()
+        generations = self._submitted(events)
+
+        def cancel() -> None:
+            for generation in generations:
+                self.service.engine.cancel(generation)
+
+        watcher = asyncio.create_task(_when_gone(http_request, cancel))
+        num_open = len(generations)
+        try:
+            while num_open:
+                try:
+                    async with asyncio.timeout(silence_seconds):
+                        index, event = await events.get()
+                except TimeoutError:
                     yield None
                     continue
-                index, event = heard
                 if isinstance(event, Finished):
-                    self._num_completion_tokens += event.num_completion_tokens
-                    # A prompt counts once, however many answers it got.
-                    is_first = index % num_choices == 0
-                    self._num_prompt_tokens += event.num_prompt_tokens if is_first else 0
-                for entry in self._form.entries(index, event):
+                    num_open -= 1
+                    self._count(index, event)
+                for entry in self.form.entries(index, event):
                     yield entry
+        finally:
+            watcher.cancel()
+            cancel()
+
+    def _submitted(self, events: _Queue) -> list[Generation]:
+        """Queues all requests or none; what the engine's thread tells goes into `events`."""
+        loop = asyncio.get_running_loop()
+
+        def listener(index: int) -> Listener:
+            def listen(event: Event) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+            counts_prompt = index % self.body.n == 0
+            return self.service.metrics.watch(listen, counts_prompt=counts_prompt)
+
+        asked = [(request, listener(index)) for index, request in enumerate(self.requests)]
+        return self.service.engine.submit(asked)
+
+    def _count(self, index: int, end: Finished) -> None:
+        """Adds to the usage; a prompt counts once, however many answers it got."""
+        if end.error is not None:
+            raise end.error
+        self.num_completion_tokens += end.num_completion_tokens
+        self.num_prompt_tokens += end.num_prompt_tokens if index % self.body.n == 0 else 0
+
+    def _headers(self) -> dict[str, str]:
+        ignored = ", ".join(self.body.ignored_fields)
+        return {IGNORED_HEADER: ignored} if ignored else {}
 
     def _usage(self) -> dict[str, int]:
         return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_completion_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
         }
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": f"{self.form.id_prefix}{self.key}",
             "object": kind,
-            "created": self._created,
-            "model": self._service.name,
+            "created": self.created,
+            "model": self.service.name,
         }
 
 
@@ -144,17 +177,8 @@ def _event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n".encode()
 
 
-@contextmanager
-def _on_disconnect(request: HttpRequest, act: Callable[[], None]) -> Generator[None]:
-    """Inside, `act` is called as soon as the client has closed its connection."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        act()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+async def _when_gone(request: HttpRequest, act: Callable[[], None]) -> None:
+    """Calls `act` as soon as the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    act()

@@ -1,4 +1,4 @@
-"""The process that serves: the port, uvicorn, signals, the drain before the end.
+"""The process that serves: loading the model, the port, uvicorn, signals, the drain before the end.
 
 The port is taken before the model is loaded, so that one in use is told at once. Nothing here knows
 endpoints or models.
@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from herder.errors import ResourceError
-from herder.serve.host import Host
+from herder.errors import ResourceError, UnavailableError
+from herder.serve.service import Service
+
+MAX_STALLED_SECONDS = 120.0
+"""A step of one prefill chunk may be slow, but not this slow: then the engine counts as dead."""
+
+_LOADING_SECONDS = 5.0
+"""A load that is interrupted gets this long to come to an end."""
 
 DRAIN_SECONDS = 25.0
 """Time for accepted requests after SIGTERM. Kubernetes kills after 30 s by default."""
 KEEP_ALIVE_TIMEOUT_SECONDS = 120
 """Idle connections outlive the 60 to 90 s of clients' pools, so that no request meets a close."""
 _CLOSE_SECONDS = 3
+
+_log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,6 +65,66 @@ def url_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{name}:{port}"
+
+
+class Host:
+    """Loads a service in a thread of its own, so that probes are answered meanwhile."""
+
+    def __init__(self, load: Callable[[], Service]) -> None:
+        self._load = load
+        self._service: Service | None = None
+        self._is_draining = False
+        self.failure: Exception | None = None
+        """Why loading failed."""
+        self._thread = threading.Thread(target=self._run, name="herder-load", daemon=True)
+
+    def start(self, *, on_loaded: Callable[[], None]) -> None:
+        """Begin to load; `on_loaded` is called from that thread, after a failure too."""
+        self._on_loaded = on_loaded
+        self._thread.start()
+
+    def service(self) -> Service:
+        """The service. Raises UnavailableError while it is loading, draining or gone."""
+        if self._is_draining:
+            raise UnavailableError("the server is shutting down")
+        if self.failure is not None:
+            raise UnavailableError("the model could not be loaded; the server's log says why")
+        if self._service is None:
+            raise UnavailableError("the model is still loading")
+        return self._service
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine still moves; true while loading."""
+        if self.failure is not None:
+            return False
+        return self._service is None or self._service.engine.stalled_seconds < MAX_STALLED_SECONDS
+
+    def drain(self) -> None:
+        """Not ready from now on; what was accepted goes on."""
+        self._is_draining = True
+        if self._service is not None:
+            self._service.engine.drain()
+
+    def finish(self, *, limit_seconds: float) -> None:
+        """Wait for accepted requests, end those that are left with an error, stop the engine."""
+        self.drain()
+        if self._thread.ident is not None:
+            self._thread.join(min(limit_seconds, _LOADING_SECONDS))
+        if self._service is None:
+            return
+        engine = self._service.engine
+        if not engine.wait_idle(timeout_seconds=limit_seconds):
+            left = engine.num_running + engine.num_waiting
+            _log.warning("%d requests were not done after %.0f s", left, limit_seconds)
+        engine.close()
+
+    def _run(self) -> None:
+        try:
+            self._service = self._load()
+        except Exception as error:
+            self.failure = error
+        self._on_loaded()
 
 
 class Server(uvicorn.Server):

@@ -51,33 +51,28 @@ class Service:
         inputs = [message.as_template_input() for message in messages]
         return self.tokenizer.encode_chat(inputs, **variables)
 
-    def sampling_params(self, body: AnswerBody, **others: Any) -> SamplingParams:
-        """The engine's parameters for a body; `others` are the fields whose form differs."""
-        given = SamplingFields.model_fields.keys() & body.model_fields_set
-        fields = {**self.defaults, **{name: getattr(body, name) for name in given}, **others}
-        ends = (*body.stop_token_ids, *self._control_tokens(body))
-        return SamplingParams(**{**fields, "stop_token_ids": ends})
-
     def requests(
         self,
+        body: AnswerBody,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
         *,
-        num_choices: int,
         continues_prompt: bool,
+        **others: Any,
     ) -> list[Request]:
         """One request a choice, a prompt's choices side by side; each has a seed of its own.
 
         `continues_prompt`: the text goes on where the prompt's ends, its first space included.
+        `others`: sampling parameters whose form differs between bodies.
         """
-        num_all = len(prompts) * num_choices
+        num_all = len(prompts) * body.n
         most = min(MAX_CHOICES, self.engine.max_queued_requests)
         if num_all > most:
             raise RequestError(
-                f"n: {len(prompts)} prompts with n={num_choices} make {num_all} answers; "
+                f"n: {len(prompts)} prompts with n={body.n} make {num_all} answers; "
                 f"at most {most} are made at once",
                 parameter="n",
             )
+        params = self._sampling_params(body, others)
         return [
             Request(
                 ids,
@@ -85,8 +80,15 @@ class Service:
                 self.tokenizer.detokenizer(context=ids if continues_prompt else ()),
             )
             for ids in prompts
-            for choice in range(num_choices)
+            for choice in range(body.n)
         ]
+
+    def _sampling_params(self, body: AnswerBody, others: Mapping[str, Any]) -> SamplingParams:
+        """What the body gives, else what the model's authors recommend."""
+        given = SamplingFields.model_fields.keys() & body.model_fields_set
+        fields = {**self.defaults, **{name: getattr(body, name) for name in given}, **others}
+        ends = (*body.stop_token_ids, *self._control_tokens(body))
+        return SamplingParams(**{**fields, "stop_token_ids": ends})
 
     def _control_tokens(self, body: AnswerBody) -> list[int]:
         """Stop strings that are one control token: their text is never shown, so match the id."""

@@ -16,9 +16,8 @@ import pytest
 from herder.checkpoint.source import resolve_model
 from herder.config.run import ServeConfig
 from herder.serve.app import create_app
-from herder.serve.host import Host
 from herder.serve.load import load_service
-from herder.serve.server import Server, bind, url_of
+from herder.serve.server import Host, Server, bind, url_of
 from herder.serve.service import Service
 
 MAX_BODY_BYTES = 200_000

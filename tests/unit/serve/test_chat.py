@@ -26,7 +26,7 @@ def test_the_official_client_gets_a_message(api) -> None:
     [
         {},
         {"temperature": 1.2, "seed": 1},
-        {"temperature": 2, "seed": 5, "max_completion_tokens": 150},
+        {"temperature": 2, "seed": 5, "max_completion_tokens": 60},
         {"temperature": 1, "seed": 3, "n": 3},
         {"temperature": 1, "seed": 4, "stop": ["a", "e"]},
         {"temperature": 1, "seed": 6, "logprobs": True, "top_logprobs": 3},

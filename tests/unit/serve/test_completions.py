@@ -34,7 +34,7 @@ def test_the_official_client_gets_the_text_of_the_tokens(api) -> None:
     [
         {},
         {"temperature": 1.3, "seed": 1},
-        {"temperature": 2, "seed": 2, "max_tokens": 200},
+        {"temperature": 2, "seed": 2, "max_tokens": 80},
         {"temperature": 1, "seed": 3, "stop": ["e", "今"]},
         {"temperature": 1, "seed": 3, "stop": "a"},
         {"echo": True, "temperature": 1, "seed": 4},

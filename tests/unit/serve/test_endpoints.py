@@ -1,7 +1,7 @@
 import pytest
 
 from herder.serve.app import create_app
-from herder.serve.host import Host
+from herder.serve.server import Host
 
 
 def test_models_tell_the_window(api) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from herder.engine.request import Request, SamplingParams
 from herder.errors import ResourceError, UnavailableError
-from herder.serve.host import Host
-from herder.serve.server import bind, url_of
+from herder.serve.server import Host, bind, url_of
 
 LONG = {"prompt": "The", "max_tokens": 250, "ignore_eos": True, "temperature": 1, "seed": 1}
 SHORT = {"prompt": "The", "max_tokens": 4, "ignore_eos": True, "temperature": 1, "seed": 1}
@@ -180,7 +179,7 @@ def test_probes_answer_while_the_engine_is_busy(serve, pace) -> None:
 
 def test_an_engine_that_stopped_moving_is_not_alive(serve, pace, monkeypatch) -> None:
     running = serve()
-    monkeypatch.setattr("herder.serve.host.MAX_STALLED_SECONDS", 0.05)
+    monkeypatch.setattr("herder.serve.server.MAX_STALLED_SECONDS", 0.05)
     occupy(running, pace)
     wait_until(lambda: running.http.get("/health").status_code == 503)
     pace.let_go.set()

@@ -5,7 +5,6 @@ Legend: T tokens, I input dim, O output dim.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def multiplies_bf16() -> bool:
     """Whether this processor multiplies bf16 matrices itself (AVX512, AMX or Arm BF16)."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -63,10 +62,12 @@ class _WideProduct(Function):
         low_x_TI, weight_OI, bias_O = ctx.saved_tensors
         wide_grad_TO = grad_TO.float()
         x_grad = weight_grad = bias_grad = None
-        if ctx.needs_input_grad[0]:
-            x_grad = (wide_grad_TO @ weight_OI.float()).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            weight_grad = (wide_grad_TO.t() @ low_x_TI.float()).to(weight_OI.dtype)
-        if bias_O is not None and ctx.needs_input_grad[2]:
-            bias_grad = wide_grad_TO.sum(0).to(bias_O.dtype)
+        # A compiled backward pass is traced under its forward's autocast.
+        with torch.autocast("cpu", enabled=False):
+            if ctx.needs_input_grad[0]:
+                x_grad = (wide_grad_TO @ weight_OI.float()).to(ctx.x_dtype)
+            if ctx.needs_input_grad[1]:
+                weight_grad = (wide_grad_TO.t() @ low_x_TI.float()).to(weight_OI.dtype)
+            if bias_O is not None and ctx.needs_input_grad[2]:
+                bias_grad = wide_grad_TO.sum(0).to(bias_O.dtype)
         return x_grad, weight_grad, bias_grad

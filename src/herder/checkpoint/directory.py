@@ -86,11 +86,20 @@ def keep_newest(run_directory: Path, *, keep_last: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete one checkpoint in such an order that a crash leaves no half one under its name."""
+    """Delete one checkpoint in such an order that a crash leaves no half one under its name.
+
+    Raises CheckpointError where it cannot be deleted.
+    """
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be deleted ({error.strerror}). It is older than checkpoint.keep_last "
+            "keeps; newer ones are whole. Delete it by hand, or raise checkpoint.keep_last."
+        ) from error
 
 
 def set_aside(path: Path) -> Path:

@@ -70,6 +70,15 @@ def test_only_the_newest_are_kept(run: Path) -> None:
     assert len(list((run / "checkpoints").iterdir())) == 2
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_newer_ones_stay(run: Path) -> None:
+    oldest = list_checkpoints(run)[0]
+    occupied = oldest.with_name(f".deleting-{oldest.name}")
+    occupied.write_text("a file where the doomed folder would go")
+    with pytest.raises(CheckpointError, match="step-00000009 cannot be deleted"):
+        keep_newest(run, keep_last=2)
+    assert len(list_checkpoints(run)) == 3
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(run: Path) -> None:
     half = run / "checkpoints" / ".writing-step-00000011"
     half.mkdir()

@@ -12,7 +12,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def main() -> None:
     console.print(f"{arguments.threads} threads, torch {torch.__version__}:", limits)
     model = None
     if {"decode", "prefill"} & set(arguments.works):
-        model = convert(arguments)
+        model = converted_model()
     results = []
     for work in arguments.works:
         for precision in arguments.precisions:
@@ -109,12 +108,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def convert(arguments: argparse.Namespace) -> Path:
+def converted_model() -> Path:
     """SmolLM2-135M-Instruct as a folder both sides load."""
-    folder = Path("runs/bench/smollm2-135m-instruct")
+    folder = Path("runs/bench/smollm2-135m-instruct").resolve()
     if not folder.exists():
-        command = [sys.executable, "-m", "herder.cli.main", "convert", "smollm2-135m-instruct"]
-        subprocess.run([*command, str(folder)], check=True)
+        herder = Path(sys.executable).with_name("herder")
+        subprocess.run([herder, "convert", "smollm2-135m-instruct", folder], check=True)
     return folder
 
 
@@ -146,15 +145,9 @@ def start(
     command += ["--precision", precision, "--mode", mode, "--threads", str(threads)]
     if model is not None:
         command += ["--model", str(model)]
-    errors = tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     worker = Worker(side, mode, process)
-    assert process.stdout is not None
-    if not process.stdout.readline():
-        errors.seek(0)
-        raise SystemExit(f"bench: {worker.name}, {work} {precision}:\n{errors.read().decode()}")
+    worker.read()
     return worker
 
 

@@ -32,7 +32,10 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.weight_offset if self.weight_offset else self.weight
-        return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32, product_dtype(x))
+        if torch.is_grad_enabled():
+            return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32, product_dtype(x))
+        normed = rms(_wide(x), self.eps)
+        return _weighted(normed, x, weight, self.multiply_in_fp32).to(product_dtype(x))
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
@@ -54,10 +57,7 @@ class _RmsNorm(Function):
         scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.multiply_in_fp32 = multiply_in_fp32
-        normed = wide_x * scale
-        if multiply_in_fp32:
-            return (normed * _wide(weight)).to(dtype)
-        return (normed.to(x.dtype) * weight).to(dtype)
+        return _weighted(wide_x * scale, x, weight, multiply_in_fp32).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,6 +67,12 @@ class _RmsNorm(Function):
         inner = grad * _wide(weight)
         x_grad = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
         return x_grad.to(x.dtype), weight_grad, None, None, None
+
+
+def _weighted(normed: Tensor, x: Tensor, weight: Tensor, multiply_in_fp32: bool) -> Tensor:
+    if multiply_in_fp32:
+        return (normed * _wide(weight)).to(x.dtype)
+    return normed.to(x.dtype) * weight
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -173,7 +173,9 @@ def _llama3_frequencies(scaling: Llama3Scaling, plain_R: Tensor) -> Tensor:
 
 def rotate(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
     """x with its first 2R dims rotated by each token's angles; cos and sin in x's dtype."""
-    return _Rotation.apply(x_TNH, tables.cos_TR, tables.sin_TR, tables.interleaved)
+    if torch.is_grad_enabled():
+        return _Rotation.apply(x_TNH, tables.cos_TR, tables.sin_TR, tables.interleaved)
+    return _turned(x_TNH, tables.cos_TR, tables.sin_TR, interleaved=tables.interleaved)
 
 
 class _Rotation(Function):

@@ -116,6 +116,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo hides it itself
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 def test_compiled_layers_give_equal_losses_from_one_graph_for_any_documents() -> None:
     plain, compiled = tiny_decoder(), tiny_decoder()
     before = shape_of(compiled)
@@ -134,6 +135,7 @@ def test_compiled_layers_give_equal_losses_from_one_graph_for_any_documents() ->
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 def test_hitting_the_recompile_limit_is_an_error_and_not_a_slow_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,7 +28,8 @@ from herder.model.cache import KvCache
 from herder.model.decoder import Decoder
 from herder.model.readout import LastTokenReadout
 
-PREFILL_CHUNK_TOKENS = 512
+PREFILL_CHUNK_TOKENS = 1024
+"""A second chunk reads the first one from the cache, without a fused kernel: 512 cost a quarter."""
 SCORED_CHUNK_TOKENS = 64
 """Smaller where the prompt is scored: whole rows of logits exist for a chunk at once."""
 

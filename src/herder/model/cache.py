@@ -81,17 +81,14 @@ class CachedAttend(Attend):
         self.start = cache.length
         self.longest = cache.length + num_new_tokens
         self.num_new_tokens = num_new_tokens
-        self._prefill = PackedAttend([num_new_tokens]) if self.start == 0 else None
+        self.prefill = PackedAttend([num_new_tokens]) if self.start == 0 else None
+        """Plain attention among the new tokens, where nothing is cached before them."""
 
     def context_T(self) -> Tensor:
         return torch.full((self.num_new_tokens,), self.longest, device=self.cache.keys.device)
 
     def layer(self, index: int) -> Attend:
         return _LayerCache(self, self.cache.keys[index], self.cache.values[index])
-
-    def prefill(self) -> PackedAttend | None:
-        """Plain attention among the new tokens, where nothing is cached before them."""
-        return self._prefill
 
 
 class _LayerCache(Attend):
@@ -107,7 +104,7 @@ class _LayerCache(Attend):
         start, end = self.whole.start, self.longest
         self.keys_KPH[:, start:end] = k_TKH.transpose(0, 1)
         self.values_KPH[:, start:end] = v_TKH.transpose(0, 1)
-        prefill = self.whole.prefill()
+        prefill = self.whole.prefill
         if prefill is not None:
             return prefill(q_TNH, k_TKH, v_TKH, spec)
         first = first_visible(spec, start)

@@ -143,7 +143,9 @@ def _herder_answer(
     from herder.engine.request import Request, SamplingParams, TokenMade
     from herder.engine.runner import Runner
     from herder.model.build import build_decoder
+    from herder.serve.kernels import load_kernels
 
+    load_kernels()
     source = resolve_model(str(model))
     decoder = build_decoder(source.architecture)
     load_weights(decoder, source, dtype=DTYPES[precision], device="cpu")

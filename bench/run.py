@@ -202,7 +202,9 @@ def share_of_limit(
     work: str, precision: str, tokens_per_second: float, limits: dict[str, float]
 ) -> tuple[float, str]:
     """Training and prefill are bound by products, decoding by reading the weights once a token."""
-    gemm_gflops = limits[f"{precision} GEMM GFLOP/s"]
+    gemm_gflops = limits["fp32 GEMM GFLOP/s"]
+    if precision == "bf16":  # whose products may be taken in fp32 where that is faster
+        gemm_gflops = max(gemm_gflops, limits["bf16 GEMM GFLOP/s"])
     if work == "train":
         return tokens_per_second * DENSE_FLOPS_PER_TOKEN / 1e9 / gemm_gflops, "GEMM"
     num_parameters = 134_515_008

@@ -32,7 +32,7 @@ from herder.serve.once import answer_once, prompt_request
     type=click.Choice(["auto", *DTYPES]),
     default="auto",
     show_default=True,
-    help="auto: bf16 where the device multiplies it, else fp32.",
+    help="auto: bf16, but fp32 on GPUs without it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def command(

@@ -111,5 +111,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """The entry point of the installed command."""
+    """The entry point of the installed command.
+
+    Records have no use for pydantic's plugins; looking for some among all that is installed would
+    be a tenth of what `herder plan` takes.
+    """
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.exit(run())

@@ -36,7 +36,7 @@ _DEFAULTS = ServeConfig()
     type=click.Choice(["auto", *DTYPES]),
     default=_DEFAULTS.precision,
     show_default=True,
-    help="Of weights, activations and cache. auto: bf16 if the device multiplies it, else fp32.",
+    help="Of weights, activations and cache. auto: bf16, but fp32 on GPUs without it.",
 )
 @click.option(
     "--max-queued-requests",

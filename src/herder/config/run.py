@@ -201,7 +201,7 @@ class ServeConfig(Record):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer, in tokens. Absent: the model's window."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of weights, activations and cache. auto: bf16 where the device multiplies it, else fp32."""
+    """Of weights, activations and cache. auto: bf16, but fp32 on GPUs without it."""
 
 
 class RunConfig(Record):

@@ -13,6 +13,7 @@ from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.errors import RequestError
 from herder.model.attend import Attend, PackedAttend
 from herder.model.attention_spec import AttentionSpec
+from herder.model.kernels import Kernels
 
 
 class KvCache:
@@ -135,6 +136,9 @@ def attend_cached(
     Query heads that share a key-value head are rows of one product, so nothing is repeated.
     """
     num_tokens, _, head_dim = q_TNH.shape
+    if num_tokens == 1 and Kernels.take(q_TNH):
+        out_NH = Kernels.operators.attend_one(q_TNH[0], keys_KPH, values_KPH, spec.scale)
+        return out_NH[None]
     num_kv_heads, num_keys, _ = keys_KPH.shape
     q_KSH = q_TNH.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     scores_KSP = torch.bmm(q_KSH, keys_KPH.transpose(1, 2)).float() * spec.scale

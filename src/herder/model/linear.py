@@ -12,9 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from herder.model.autograd import Function
+from herder.model.kernels import FEW_ROWS, Kernels
 
-FEW_ROWS = 8
-"""Up to here a product is bound by reading the weights, which are half as wide in bf16."""
+_onednn_linear = torch.ops.mkldnn._linear_pointwise
+"""The same product by oneDNN, which takes a tenth less time than MKL on AMD processors."""
 
 
 class Linear(nn.Linear):
@@ -26,9 +27,14 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
-        widened = input.device.type == "cpu" and input.shape[0] > FEW_ROWS
-        if widened and product_dtype(input) == torch.bfloat16 and not multiplies_bf16():
-            return _WideProduct.apply(input, self.weight, self.bias)
+        if input.device.type == "cpu":
+            if input.shape[0] <= FEW_ROWS:
+                if Kernels.take(input):
+                    return Kernels.operators.few_rows_product(input, self.weight, self.bias)
+            elif product_dtype(input) == torch.bfloat16 and not multiplies_bf16():
+                return _WideProduct.apply(input, self.weight, self.bias)
+            elif input.dtype == torch.float32 and Kernels.take(input):
+                return _onednn_linear(input, self.weight, self.bias, "none", [], "")
         return F.linear(input, self.weight, self.bias)
 
 

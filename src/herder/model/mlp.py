@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from herder.config.architecture import Activation, MlpConfig
 from herder.errors import ModelError
 from herder.model.autograd import Function
+from herder.model.kernels import Kernels
 from herder.model.linear import Linear
 
 
@@ -40,6 +41,8 @@ def gated(
 
     Compiled code decides for itself what it keeps.
     """
+    if activation == "silu" and Kernels.take(gate_TI):
+        return down(Kernels.operators.silu_times(gate_TI, up_TI))
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(activate(gate_TI, activation) * up_TI)
     product_TI = _GatedProduct.apply(gate_TI, up_TI, activation)
@@ -63,7 +66,7 @@ class _GatedProduct(Function):
     def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_TI, up_TI)
         ctx.activation = activation
-        return activate(gate_TI, activation) * up_TI
+        return activate(gate_TI, activation).mul_(up_TI)
 
     @staticmethod
     def backward(ctx: Any, grad_TI: Tensor) -> tuple[Tensor | None, ...]:

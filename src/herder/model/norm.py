@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from herder.config.architecture import NormConfig
 from herder.model.autograd import Function
+from herder.model.kernels import Kernels
 from herder.model.linear import product_dtype
 
 
@@ -34,6 +35,8 @@ class RmsNorm(nn.Module):
         weight = self.weight + self.weight_offset if self.weight_offset else self.weight
         if torch.is_grad_enabled():
             return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32, product_dtype(x))
+        if Kernels.take(x):
+            return Kernels.operators.rms_norm(x, weight, self.eps, self.multiply_in_fp32)
         normed = rms(_wide(x), self.eps)
         return _weighted(normed, x, weight, self.multiply_in_fp32).to(product_dtype(x))
 

@@ -26,6 +26,7 @@ from herder.config.architecture import (
     YarnScaling,
 )
 from herder.model.autograd import Function
+from herder.model.kernels import Kernels
 
 SMALLEST_TABLE = 256
 """Positions computed at first; a table doubles whenever a position is past its end."""
@@ -175,6 +176,8 @@ def rotate(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
     """x with its first 2R dims rotated by each token's angles; cos and sin in x's dtype."""
     if torch.is_grad_enabled():
         return _Rotation.apply(x_TNH, tables.cos_TR, tables.sin_TR, tables.interleaved)
+    if Kernels.take(x_TNH):
+        return Kernels.operators.rotate(x_TNH, tables.cos_TR, tables.sin_TR, tables.interleaved)
     return _turned(x_TNH, tables.cos_TR, tables.sin_TR, interleaved=tables.interleaved)
 
 

@@ -15,7 +15,7 @@ from herder.engine.engine import Engine
 from herder.engine.request import SamplingFields, SamplingParams
 from herder.engine.runner import Runner
 from herder.errors import ConfigError, ResourceError
-from herder.model.linear import multiplies_bf16
+from herder.serve.kernels import load_kernels
 from herder.serve.metrics import ServingMetrics
 from herder.serve.service import Service
 from herder.units import format_gb
@@ -29,17 +29,15 @@ def default_device() -> str:
 
 
 def precision_of(asked: str) -> str:
-    """A key of DTYPES; for "auto" bf16 where the default device multiplies it, else fp32.
+    """A key of DTYPES; for "auto" bf16, but fp32 on a GPU that would emulate it.
 
-    Emulated bf16 multiplications make a token take several times as long as in fp32.
+    CPUs without bf16 arithmetic take products in fp32 and read half as many bytes a token.
     """
     if asked != "auto":
         return asked
-    if torch.cuda.is_available():
-        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        multiplies = multiplies_bf16()
-    return "bf16" if multiplies else "fp32"
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"
+    return "bf16"
 
 
 def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
@@ -61,6 +59,8 @@ def load_runner(
     Raises ResourceError where the cache finds no memory.
     """
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
+    if default_device() == "cpu":
+        load_kernels()
     decoder = load_decoder(source, dtype=DTYPES[precision_of(precision)], device=default_device())
     try:
         return Runner(

@@ -4,14 +4,16 @@ import pytest
 
 from herder.checkpoint.source import resolve_model
 from herder.errors import RequestError
-from herder.model.linear import multiplies_bf16
 from herder.serve import load
 
 
-def test_the_precision_is_what_was_asked_for_or_what_the_device_multiplies(monkeypatch) -> None:
+def test_the_precision_is_what_was_asked_for_or_bf16_unless_a_gpu_lacks_it(monkeypatch) -> None:
     assert [load.precision_of(name) for name in load.DTYPES] == list(load.DTYPES)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert load.precision_of("auto") == ("bf16" if multiplies_bf16() else "fp32")
+    assert load.precision_of("auto") == "bf16"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    assert load.precision_of("auto") == "fp32"
 
 
 def test_recommended_sampling_is_taken_unless_it_says_not_to_sample(tiny_chat_model) -> None:

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "herder"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-MAX_PRODUCT_LINES = 16_000
+MAX_PRODUCT_LINES = 24_000
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 MAX_VERB_LINES = 80
@@ -40,7 +40,7 @@ def defects_of_public_names(tree: ast.Module) -> list[str]:
 
 
 def test_the_product_stays_under_its_budget_of_lines() -> None:
-    assert sum(map(num_lines, MODULES)) < MAX_PRODUCT_LINES
+    assert sum(map(num_lines, [*MODULES, *SOURCE.rglob("*.cpp")])) < MAX_PRODUCT_LINES
 
 
 @each_module(MODULES)

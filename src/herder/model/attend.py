@@ -1,6 +1,7 @@
 """The attend seam: what attention sees and remembers. Layers hand over q, k and v; this decides.
 
-Legend: T this rank's packed tokens, N query heads, K key-value heads, H head dim.
+Legend: T this rank's packed tokens, N query heads, K key-value heads, H head dim (of values it may
+differ). Latent attention: C latent dim, P unrotated and R rotated head dim, V value head dim.
 
 An attend is built once a micro-batch, with its documents, and is pure in training: recomputation
 calls it twice. It is a plain class and must stay one (no dataclass, tuple or pytree node): FSDP
@@ -9,13 +10,14 @@ rebuilds those on their way into a block and casts the tensors inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from herder.model.attention_spec import AttentionSpec
+from herder.model.attention_spec import AttentionSpec, shares
+from herder.model.linear import product
 from herder.model.packed_attention import packed_attention
 
 
@@ -34,9 +36,41 @@ class Attend:
         """How many positions each token's document holds by the end of this forward."""
         raise TypeError(f"{type(self).__name__} does not say how long documents are")
 
-    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec) -> Tensor:
-        """out_TNH. Query head n reads key-value head n // (N / K)."""
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        spec: AttentionSpec,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """out_TNH. Query head n reads key-value head n // (N / K).
+
+        sinks_N: one more logit a head, which takes its share of the softmax and attends to nothing.
+        """
         raise TypeError(f"{type(self).__name__} does not attend")
+
+    def latent(
+        self,
+        q_nope_TNP: Tensor,
+        q_rope_TNR: Tensor,
+        latent_TC: Tensor,
+        k_rope_TR: Tensor,
+        up: Callable[[], Tensor],
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """out_TNV of latent attention, whose latent is expanded to keys and values of every head.
+
+        up: gives what expands it, [N, P + V, C], a head's key rows first. The key's rotated part is
+        one for all heads. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+        """
+        up_NXC = up()
+        num_heads, width, _ = up_NXC.shape
+        expanded_TNX = product(latent_TC, up_NXC.flatten(0, 1)).unflatten(1, (num_heads, width))
+        k_nope_TNP, v_TNV = expanded_TNX.tensor_split((q_nope_TNP.shape[-1],), -1)
+        k_rope_TNR = k_rope_TR[:, None].expand(-1, num_heads, -1)
+        q_TNH = torch.cat((q_nope_TNP, q_rope_TNR), -1)
+        return self(q_TNH, torch.cat((k_nope_TNP, k_rope_TNR), -1), v_TNV, spec)
 
 
 class _DocumentAttend(Attend):
@@ -56,14 +90,22 @@ class _DocumentAttend(Attend):
 class ReferenceAttend(_DocumentAttend):
     """Plain attention with a T x T mask: the oracle that other implementations are held against."""
 
-    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        spec: AttentionSpec,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         num_groups = q_TNH.shape[1] // k_TKH.shape[1]
         k_TNH = k_TKH.repeat_interleave(num_groups, dim=1)
         v_TNH = v_TKH.repeat_interleave(num_groups, dim=1)
-        scores_NTT = torch.einsum("qnh,knh->nqk", q_TNH, k_TNH).float() * spec.scale
-        scores_NTT = scores_NTT.masked_fill(~self._mask_TT(spec, q_TNH.device), -torch.inf)
-        weights_NTT = scores_NTT.softmax(-1).to(v_TNH.dtype)
-        return torch.einsum("nqk,knh->qnh", weights_NTT, v_TNH)
+        logits_NTT = spec.logits(torch.einsum("qnh,knh->nqk", q_TNH, k_TNH))
+        logits_NTT = logits_NTT.masked_fill(~self._mask_TT(spec, q_TNH.device), -torch.inf)
+        sinks_N11 = None if sinks_N is None else sinks_N[:, None, None]
+        shares_NTT = shares(logits_NTT, sinks_N11).to(v_TNH.dtype)
+        return torch.einsum("nqk,knh->qnh", shares_NTT, v_TNH)
 
     def _mask_TT(self, spec: AttentionSpec, device: torch.device) -> Tensor:
         lengths = torch.tensor(self.document_lengths)
@@ -81,5 +123,12 @@ class PackedAttend(_DocumentAttend):
         # One graph for any number of documents, once compiled.
         torch._dynamo.maybe_mark_dynamic(self.bounds, 0)
 
-    def __call__(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec) -> Tensor:
-        return packed_attention(q_TNH, k_TKH, v_TKH, self.bounds, spec)
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        spec: AttentionSpec,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        return packed_attention(q_TNH, k_TKH, v_TKH, self.bounds, spec, sinks_N)

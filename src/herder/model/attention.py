@@ -34,6 +34,20 @@ class TokenPlaces:
         self.temperature_T = temperature_T
 
 
+class Sinks(nn.Module):
+    """One learned logit a query head that attends to nothing. A leaf of its own, whose forward
+    gives its parameter, so that whatever shards parameters can hook the place where it is read.
+    Source: gpt-oss, arXiv:2508.10925, section 2.3."""
+
+    def __init__(self, num_heads: int, *, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        """[N]."""
+        return self.weight
+
+
 class Attention(nn.Module):
     """Grouped-query attention of one layer."""
 
@@ -43,7 +57,9 @@ class Attention(nn.Module):
         super().__init__()
         attention = config.attention
         assert isinstance(attention, GroupedQueryAttention), attention.kind
-        self.spec = AttentionSpec(layer.attention, layer.window or 0, attention.scale)
+        self.spec = AttentionSpec(
+            layer.attention, layer.window or 0, attention.scale, attention.logit_softcap
+        )
         self.head_dim = attention.head_dim
         self.clip_qkv = attention.clip_qkv
         self.weightless_norm_eps = config.norm.eps if attention.qk_norm == "weightless" else None
@@ -61,6 +77,7 @@ class Attention(nn.Module):
         query_width, key_width = widths.get(attention.qk_norm, (None, None))
         self.query_norm = _norm(query_width, config.norm, device, dtype)
         self.key_norm = _norm(key_width, config.norm, device, dtype)
+        self.sinks = Sinks(attention.num_attention_heads, **made) if attention.sinks else None
 
     def forward(self, x_TD: Tensor, places: TokenPlaces, attend: Attend) -> Tensor:
         q_TNH = self._heads(self.query(x_TD), self.query_norm)
@@ -74,7 +91,8 @@ class Attention(nn.Module):
                 k_TKH = rms(k_TKH.float(), eps).to(k_TKH.dtype)
         if places.temperature_T is not None:
             q_TNH = (q_TNH * places.temperature_T[:, None, None]).to(q_TNH.dtype)
-        out_TNH = attend(q_TNH, k_TKH, v_TKH, self.spec)
+        sinks_N = None if self.sinks is None else self.sinks()
+        out_TNH = attend(q_TNH, k_TKH, v_TKH, self.spec, sinks_N)
         return self.output(out_TNH.flatten(1))
 
     def _heads(self, x: Tensor, norm: RmsNorm | None) -> Tensor:

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
+from herder.config.architecture import ArchitectureConfig
 from herder.errors import ModelError
 from herder.model.decoder import Decoder
 from herder.model.norm import RmsNorm
@@ -30,12 +30,7 @@ def build_decoder(
 
 def unsupported_parts(config: ArchitectureConfig) -> list[str]:
     """Computations the record asks for that `model/` cannot do."""
-    attention = config.attention
-    grouped = isinstance(attention, GroupedQueryAttention)
     parts = {
-        "latent attention": not grouped,
-        "attention sinks": grouped and attention.sinks,
-        "capped attention logits": grouped and attention.logit_softcap is not None,
         "capped final logits": config.final_logit_softcap is not None,
         "routed experts": any(layer.feed_forward == "routed" for layer in config.layers),
         "cross-attention": any(layer.cross_attention for layer in config.layers),

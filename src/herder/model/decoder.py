@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.model.attend import Attend
 from herder.model.attention import Attention, TokenPlaces
+from herder.model.latent_attention import LatentAttention
 from herder.model.linear import Linear
 from herder.model.mlp import Mlp
 from herder.model.norm import RmsNorm
@@ -54,7 +55,8 @@ class DecoderLayer(nn.Module):
             return RmsNorm(config.hidden_size, config.norm, **made)
 
         self.attention_norm = norm()
-        self.attention = Attention(config, layer, **made)
+        latent = config.attention.kind == "latent"
+        self.attention = (LatentAttention if latent else Attention)(config, layer, **made)
         self.attention_output_norm = norm() if config.branch_norm else nn.Identity()
         self.feed_forward_norm = norm()
         self.feed_forward = Mlp(config.hidden_size, config.mlp, **made)

@@ -27,15 +27,20 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
-        if input.device.type == "cpu":
-            if input.shape[0] <= FEW_ROWS:
-                if Kernels.take(input):
-                    return Kernels.operators.few_rows_product(input, self.weight, self.bias)
-            elif product_dtype(input) == torch.bfloat16 and not multiplies_bf16():
-                return _WideProduct.apply(input, self.weight, self.bias)
-            elif input.dtype == torch.float32 and Kernels.take(input):
-                return _onednn_linear(input, self.weight, self.bias, "none", [], "")
-        return F.linear(input, self.weight, self.bias)
+        return product(input, self.weight, self.bias)
+
+
+def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """[T, O]: what Linear computes, of a weight that is not one's own."""
+    if x_TI.device.type == "cpu":
+        if x_TI.shape[0] <= FEW_ROWS:
+            if Kernels.take(x_TI):
+                return Kernels.operators.few_rows_product(x_TI, weight_OI, bias_O)
+        elif product_dtype(x_TI) == torch.bfloat16 and not multiplies_bf16():
+            return _WideProduct.apply(x_TI, weight_OI, bias_O)
+        elif x_TI.dtype == torch.float32 and Kernels.take(x_TI):
+            return _onednn_linear(x_TI, weight_OI, bias_O, "none", [], "")
+    return F.linear(x_TI, weight_OI, bias_O)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -32,10 +32,14 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + self.weight_offset if self.weight_offset else self.weight
+        weight = self.weight
+        if self.weight_offset:
+            # In fp32 where it stays there: in bf16 most of the weight is lost beside a 1.
+            wide = _wide(weight) if self.multiply_in_fp32 else weight
+            weight = wide + self.weight_offset
         if torch.is_grad_enabled():
             return _RmsNorm.apply(x, weight, self.eps, self.multiply_in_fp32, product_dtype(x))
-        if Kernels.take(x):
+        if Kernels.take(x) and weight.dtype == x.dtype:
             return Kernels.operators.rms_norm(x, weight, self.eps, self.multiply_in_fp32)
         normed = rms(_wide(x), self.eps)
         return _weighted(normed, x, weight, self.multiply_in_fp32).to(product_dtype(x))

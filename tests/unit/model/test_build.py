@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from herder.config.architecture import GroupedQueryAttention, NormConfig
+from herder.config.architecture import LayerSpec, NormConfig, RopeConfig
 from herder.errors import ModelError
 from herder.model.attend import PackedAttend
 from herder.model.build import build_decoder, initialize_weights, materialize, num_parameters
@@ -48,11 +48,9 @@ def test_casting_the_model_leaves_rope_tables_alone(make_decoder, pack):
 
 
 def test_a_computation_that_is_missing_is_refused_by_name(make_config):
-    attention = GroupedQueryAttention(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, scale=1.0, sinks=True
-    )
-    with pytest.raises(ModelError, match="attention sinks, capped final logits"):
-        build_decoder(make_config(attention=attention, final_logit_softcap=30.0))
+    rope = RopeConfig(theta=1e4, rotary_dim=6, sections=(1, 1, 1))
+    with pytest.raises(ModelError, match="cross-attention, sectioned rope"):
+        build_decoder(make_config(layers=(LayerSpec(cross_attention=True),), ropes=(rope,)))
 
 
 def test_a_stage_without_embedding_and_head_takes_and_returns_hidden_states(make_decoder, pack):

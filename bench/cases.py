@@ -92,6 +92,7 @@ def herder_training(precision: str, *, compiled: bool) -> Case:
             positions_T=positions_T,
             targets_T=rows.roll(-1, dims=1).flatten(),
             weights_T=weights_T,
+            real_T=torch.ones_like(weights_T, dtype=torch.bool),
             document_lengths=(SEQUENCE_LENGTH,) * MICRO_BATCH_SIZE,
         )
         for rows in token_batches()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_TENSORS = ("tokens_T", "positions_T", "targets_T", "weights_T")
+_TENSORS = ("tokens_T", "positions_T", "targets_T", "weights_T", "real_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,13 @@ class MicroBatch:
     """int64: the token that follows in the document; meaningless where the weight is 0."""
     weights_T: Tensor
     """float32: how much each prediction counts; 0 for padding."""
+    real_T: Tensor
+    """bool: False for padding, which no router sees. A real token too may have weight 0."""
     document_lengths: tuple[int, ...]
     """In tokens, in order, padding documents included; they add up to T."""
+    first_token: int = 0
+    """The first token's number within its optimizer step, padding counted: it does not depend on
+    how the step is cut into micro-batches."""
 
     def __post_init__(self) -> None:
         total = sum(self.document_lengths)
@@ -51,6 +56,11 @@ class MicroBatch:
     def num_loss_tokens(self) -> float:
         """The sum of the weights: what a summed loss is divided by."""
         return float(self.weights_T.sum())
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.real_T.sum())
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""

@@ -6,6 +6,8 @@ step's rows do not depend on either: grouping only says which of them are comput
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from herder.data.batch import MicroBatch
 from herder.data.order import step_rows
 from herder.data.packing import PackedRows
@@ -54,4 +56,8 @@ class TokenDataset:
             num_rows=self.packed.num_rows,
             seed=self.seed,
         ).reshape(self.num_micro_batches, self.micro_batch_size)
-        return [self.packed.micro_batch(group) for group in rows[shard_index::num_shards]]
+        micro_tokens = self.micro_batch_size * self.packed.sequence_length
+        return [
+            replace(self.packed.micro_batch(rows[index]), first_token=index * micro_tokens)
+            for index in range(shard_index, self.num_micro_batches, num_shards)
+        ]

@@ -144,5 +144,6 @@ def _assemble(
         positions_T=torch.from_numpy(positions_T),
         targets_T=torch.from_numpy(targets_T),
         weights_T=torch.from_numpy(real_T.astype(np.float32)),
+        real_T=torch.from_numpy(real_T),
         document_lengths=tuple(length_P.tolist()),
     )

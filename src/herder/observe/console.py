@@ -21,11 +21,12 @@ from herder.observe.events import (
     CheckpointSaved,
     EvaluationFinished,
     Event,
+    RouterStats,
     RunStarted,
     Sink,
     StepFinished,
 )
-from herder.observe.sinks import LineSink, describe, describe_share
+from herder.observe.sinks import LineSink, describe, describe_routers, describe_share
 from herder.units import format_count, format_gb, format_seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -44,10 +45,10 @@ def progress_sinks(
     return [LiveConsole(stream) if live else LineSink(stream)]
 
 
-def sparkline(values: list[float], *, columns: int) -> str:
-    """Values as bars, newest right, scaled to their own range; neighbours share a column as a mean.
+def sparkline(values: list[float], *, columns: int, lowest: float | None = None) -> str:
+    """Values as bars, newest right; neighbours share a column as a mean.
 
-    Values that are not finite are left out.
+    Scaled to their own range, or from `lowest` on. Values that are not finite are left out.
     """
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
@@ -55,7 +56,8 @@ def sparkline(values: list[float], *, columns: int) -> str:
     columns = min(columns, len(finite))
     edges = [len(finite) * column // columns for column in range(columns + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
+    low = min(means) if lowest is None else lowest
+    span = max(means) - low
     top = len(_BARS) - 1
     return "".join(_BARS[round((mean - low) / span * top) if span else 0] for mean in means)
 
@@ -74,6 +76,7 @@ class LiveConsole:
         self._losses: deque[float] = deque(maxlen=1024)
         self._saved: CheckpointSaved | None = None
         self._evaluated: EvaluationFinished | None = None
+        self._routers = dict[int, RouterStats]()
         self._drawn_at = 0.0
 
     def receive(self, event: Event, *, unix_seconds: float) -> None:
@@ -86,6 +89,8 @@ class LiveConsole:
             case StepFinished():
                 self._step = event
                 self._losses.append(event.loss)
+            case RouterStats():
+                self._routers[event.layer] = event
             case CheckpointSaved():
                 self._saved = event
             case EvaluationFinished():
@@ -122,6 +127,9 @@ class LiveConsole:
             table.add_row("loss", Text.assemble((f"{step.loss:.4f}  ", "bold"), (spark, "cyan")))
             table.add_row("learning", _learning_row(step))
             table.add_row("speed", _speed_row(step))
+        if self._routers:
+            table.add_row("routers", describe_routers(self._routers.values()))
+            table.add_row("experts", _experts_row(self._routers))
         if self._evaluated:
             table.add_row("held out", _evaluation_row(self._evaluated))
         if self._saved:
@@ -146,6 +154,13 @@ def _speed_row(step: StepFinished) -> str:
     share = describe_share(step.model_flops_utilization)
     memory = format_gb(step.peak_memory_bytes)
     return f"{step.tokens_per_second:,.0f} tokens/s   MFU {share}   peak memory {memory}"
+
+
+def _experts_row(routers: dict[int, RouterStats]) -> Text:
+    """How the worst balanced layer's tokens are spread: a bar an expert, neighbours together."""
+    worst = max(routers.values(), key=lambda layer: layer.imbalance)
+    bars = sparkline(list(map(float, worst.selections)), columns=_SPARK_COLUMNS, lowest=0)
+    return Text.assemble(f"layer {worst.layer}  ", (bars, "cyan"))
 
 
 def _evaluation_row(event: EvaluationFinished) -> str:

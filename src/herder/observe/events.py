@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,37 @@ class StepFinished:
     peak_memory_bytes: int
     """Highest so far: device memory allocated, or resident memory of the process on a CPU."""
     seconds_left: float
+    aux_loss: float | None = None
+    """Load-balancing loss before its coefficient, no part of `loss`; num_experts_per_token is
+    balance. None without routed experts."""
+    z_loss: float | None = None
+    """Router z-loss before its coefficient, no part of `loss`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterStats:
+    """What the router of one layer did since the last such event. Padding takes no part in it.
+
+    Told before the StepFinished of the same step.
+    """
+
+    step: int
+    layer: int
+    tokens: int
+    selections: tuple[int, ...]
+    """How often each expert was chosen: num_experts_per_token times the tokens in all."""
+    imbalance: float
+    """The busiest expert's selections over the mean: 1 is balance."""
+    entropy: float
+    """Of the router's probabilities over all experts, in nats, mean over tokens."""
+    max_entropy: float
+    """ln(num_experts): a router that prefers nothing."""
+    dead: tuple[int, ...]
+    """Experts that the last few events counted no selection for."""
+    dominant: tuple[int, ...]
+    """Experts that over 90 % of the tokens chose."""
+    dropped_tokens: int
+    """Choices an expert had no room for: none, since experts have no capacity limit here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +164,7 @@ class RunFinished:
 Event = (
     RunStarted
     | StepFinished
+    | RouterStats
     | CheckpointSaved
     | CheckpointLoaded
     | EvaluationFinished
@@ -147,6 +179,7 @@ _KINDS: dict[str, type[Event]] = {
     for kind in (
         RunStarted,
         StepFinished,
+        RouterStats,
         CheckpointSaved,
         CheckpointLoaded,
         EvaluationFinished,
@@ -178,10 +211,15 @@ def from_json(line: str) -> Event:
         raise ValueError(f"not an event: {line[:80]!r}")
     kind = _KINDS[fields["event"]]
     names = {field.name for field in dataclasses.fields(kind)}
+    known = {name: value for name, value in fields.items() if name in names}
     try:
-        return kind(**{name: value for name, value in fields.items() if name in names})
+        return kind(**{name: _tuple(value) for name, value in known.items()})
     except TypeError as error:
         raise ValueError(f"not a whole {kind.__name__}: {error}") from error
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _finite(value: object) -> object:

@@ -7,7 +7,7 @@ TensorBoard in `tensorboard`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +18,7 @@ from herder.observe.events import (
     Event,
     Incident,
     Notice,
+    RouterStats,
     RunFinished,
     RunInterrupted,
     RunStarted,
@@ -56,12 +57,19 @@ class LineSink:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._steps = 0
+        self._routers = dict[int, RouterStats]()
 
     def receive(self, event: Event, *, unix_seconds: float) -> None:
-        """Write and flush one line."""
+        """Write and flush one line; what routers did stands in the line of their step."""
+        if isinstance(event, RouterStats):
+            self._routers[event.layer] = event
+            return
         if isinstance(event, RunStarted):
             self._steps = event.steps
-        self._stream.write(describe(event, steps=self._steps) + "\n")
+        line = describe(event, steps=self._steps)
+        if isinstance(event, StepFinished) and self._routers:
+            line += "  " + describe_routers(self._routers.values())
+        self._stream.write(line + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -85,6 +93,8 @@ def describe(event: Event, *, steps: int) -> str:
             return _describe_start(event)
         case StepFinished():
             return describe_step(event, steps=steps)
+        case RouterStats():
+            return f"layer {event.layer} after step {event.step}: {describe_routers([event])}"
         case CheckpointSaved():
             size = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
             return f"checkpoint {event.path} saved, {size}"
@@ -121,7 +131,25 @@ def describe_step(event: StepFinished, *, steps: int) -> str:
         f"{format_gb(event.peak_memory_bytes)}",
         f"{format_seconds(event.seconds_left)} left",
     ]
+    if event.aux_loss is not None:
+        parts.insert(2, f"aux {event.aux_loss:.3f}")
     return "  ".join(parts)
+
+
+def describe_routers(stats: Collection[RouterStats]) -> str:
+    """The routers of all layers in a few words: the worst balanced layer, and what is wrong."""
+    worst = max(stats, key=lambda layer: layer.imbalance)
+    entropy = sum(layer.entropy / (layer.max_entropy or 1.0) for layer in stats) / len(stats)
+    parts = [
+        f"imbalance {worst.imbalance:.2f} (layer {worst.layer})",
+        f"entropy {describe_share(entropy)}",
+    ]
+    counts = {
+        "dead": sum(len(layer.dead) for layer in stats),
+        "dominant": sum(len(layer.dominant) for layer in stats),
+        "dropped": sum(layer.dropped_tokens for layer in stats),
+    }
+    return "  ".join([*parts, *(f"{name} {count}" for name, count in counts.items() if count)])
 
 
 def describe_share(share: float | None) -> str:

@@ -15,6 +15,7 @@ def micro_batch(document_lengths: tuple[int, ...], *, num_tokens: int = 6) -> Mi
         positions_T=tokens_T,
         targets_T=tokens_T,
         weights_T=torch.tensor([1.0] * (num_tokens - 2) + [0.0, 0.5]),
+        real_T=torch.arange(num_tokens) < num_tokens - 1,
         document_lengths=document_lengths,
     )
 
@@ -23,6 +24,7 @@ def test_a_micro_batch_counts_its_tokens_and_its_weights() -> None:
     batch = micro_batch((4, 2))
     assert batch.num_tokens == 6
     assert batch.num_loss_tokens == 4.5
+    assert batch.num_real_tokens == 5
 
 
 def test_document_lengths_that_do_not_add_up_are_refused() -> None:
@@ -40,3 +42,4 @@ def test_moving_to_a_device_keeps_every_field() -> None:
     moved = batch.to("cpu")
     assert moved.document_lengths == batch.document_lengths
     assert torch.equal(moved.weights_T, batch.weights_T)
+    assert torch.equal(moved.real_T, batch.real_T)

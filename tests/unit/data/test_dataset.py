@@ -23,6 +23,26 @@ def test_a_step_holds_global_batch_tokens_in_micro_batches_of_exactly_t_tokens()
     assert [batch.num_tokens for batch in batches] == [32] * 4
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_a_token_has_the_same_number_however_its_step_is_cut(micro_batch_size: int) -> None:
+    dataset = TokenDataset(
+        packed_rows(), micro_batch_size=micro_batch_size, global_batch_tokens=64, seed=0
+    )
+    numbered = {
+        batch.first_token + index: token
+        for batch in dataset.micro_batches(3)
+        for index, token in enumerate(batch.tokens_T.tolist())
+    }
+    whole = TokenDataset(packed_rows(), micro_batch_size=4, global_batch_tokens=64, seed=0)
+    assert numbered == dict(enumerate(whole.micro_batches(3)[0].tokens_T.tolist()))
+
+
+def test_a_ranks_micro_batches_are_numbered_as_those_of_the_whole_step() -> None:
+    dataset = TokenDataset(packed_rows(), micro_batch_size=1, global_batch_tokens=64, seed=0)
+    share = dataset.micro_batches(0, shard_index=1, num_shards=2)
+    assert [batch.first_token for batch in share] == [16, 48]
+
+
 def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_that_is() -> None:
     with pytest.raises(ConfigError, match=r"2 x 16 = 32. The nearest that is: 96"):
         TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=100, seed=0)

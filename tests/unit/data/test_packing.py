@@ -72,6 +72,7 @@ def test_positions_start_anew_at_every_document_and_padding_weighs_nothing() -> 
     assert batch.document_lengths == (5, 2, 1)
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
     assert batch.weights_T.tolist() == [1] * 7 + [0]
+    assert batch.real_T.tolist() == [True] * 7 + [False]
     assert batch.tokens_T.tolist() == [1, 2, 3, 4, 5, 7, 8, 0]
     assert batch.targets_T.tolist() == [2, 3, 4, 5, 6, 8, 9, 0]
 

@@ -12,6 +12,7 @@ from herder.observe.events import (
     CheckpointSaved,
     EvaluationFinished,
     Notice,
+    RouterStats,
     RunStarted,
     StepFinished,
 )
@@ -69,6 +70,20 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> str:
     bus.emit(Notice(message="an adjustment"))
     saved = CheckpointSaved(step=11_000, path="x" * 99, num_bytes=2_000_000_000, seconds=3.2)
     bus.emit(saved)
+    bus.emit(
+        RouterStats(
+            step=11_501,
+            layer=47,
+            tokens=3000,
+            selections=tuple(range(0, 160, 10)),
+            imbalance=2.0,
+            entropy=2.5,
+            max_entropy=2.7725887,
+            dead=(0,),
+            dominant=(15,),
+            dropped_tokens=0,
+        )
+    )
     bus.emit(EvaluationFinished(step=11_000, loss=3.0, perplexity=20.0, tokens=65_536, seconds=9.0))
     bus.close()
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
@@ -85,6 +100,12 @@ def test_the_display_shows_what_a_person_watches_a_run_for(drawn: str) -> None:
         pytest.fail(f"no time left in {last}")
     for shown in ("139.5 GB", "perplexity 20.00", "step 11000   2.00 GB in 3.2 s", "▁"):
         assert shown in last
+
+
+def test_the_display_shows_the_worst_router_and_how_its_experts_are_used(drawn: str) -> None:
+    last = drawn[drawn.rindex("smollm2-135m-instruct") :]
+    assert "imbalance 2.00 (layer 47)  entropy 90.2%  dead 1  dominant 1" in last
+    assert "layer 47  ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██" in last
 
 
 def test_the_display_fits_80_columns(drawn: str) -> None:
@@ -106,4 +127,5 @@ def test_a_sparkline_falls_as_its_values_fall_and_is_no_wider_than_asked() -> No
     assert sparkline([7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], columns=8) == "█▇▆▅▄▃▂▁"
     assert len(sparkline([float(i) for i in range(1000)], columns=30)) == 30
     assert sparkline([2.0, 2.0], columns=5) == "▁▁"
+    assert sparkline([2.0, 2.0], columns=5, lowest=0) == "██"
     assert sparkline([float("nan")], columns=5) == ""

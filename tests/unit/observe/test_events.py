@@ -13,6 +13,7 @@ from herder.observe.events import (
     Event,
     Incident,
     Notice,
+    RouterStats,
     RunFinished,
     RunInterrupted,
     RunStarted,
@@ -57,6 +58,18 @@ def step_finished(step: int, *, loss: float = 2.5, seconds_left: float = 65.0) -
 EVENTS: list[Event] = [
     STARTED,
     step_finished(1),
+    RouterStats(
+        step=1,
+        layer=0,
+        tokens=60,
+        selections=(60, 58, 2, 0),
+        imbalance=2.0,
+        entropy=0.5,
+        max_entropy=math.log(4),
+        dead=(3,),
+        dominant=(0, 1),
+        dropped_tokens=0,
+    ),
     CheckpointSaved(step=1, path="runs/a/checkpoints/step-00000001", num_bytes=10, seconds=0.1),
     CheckpointLoaded(step=1, path="runs/a/checkpoints/step-00000001", seconds=0.1),
     EvaluationFinished(step=1, loss=2.0, perplexity=math.exp(2.0), tokens=100, seconds=1.0),
@@ -82,6 +95,12 @@ def test_an_event_written_as_json_reads_back_equal(event: Event) -> None:
 def test_a_line_names_its_event_and_its_time() -> None:
     line = json.loads(to_json(STARTED, unix_seconds=12.3456))
     assert (line["event"], line["unix_seconds"]) == ("RunStarted", 12.346)
+
+
+def test_a_log_from_before_routers_were_watched_can_still_be_read() -> None:
+    line = json.loads(to_json(step_finished(1), unix_seconds=0.0))
+    del line["aux_loss"], line["z_loss"]
+    assert from_json(json.dumps(line)) == step_finished(1)
 
 
 def test_a_loss_that_is_not_finite_is_null_and_the_line_stays_json() -> None:

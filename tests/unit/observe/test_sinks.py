@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
-from herder.observe.events import Bus, Incident, Notice, RunStarted, StepFinished
+from herder.observe.events import Bus, Incident, Notice, RouterStats, RunStarted, StepFinished
 from herder.observe.sinks import JsonLinesSink, LineSink, describe, describe_step, read_events
 
 STEP = StepFinished(
@@ -82,3 +84,26 @@ def test_a_plain_log_has_one_line_an_event_with_the_numbers_people_ask_for() -> 
 
 def test_step_lines_keep_their_columns() -> None:
     assert describe_step(STEP, steps=1000).index("loss") == describe(STEP, steps=9999).index("loss")
+
+
+def test_what_routers_did_stands_in_the_line_of_their_step() -> None:
+    stream = io.StringIO()
+    sink = LineSink(stream)
+    balanced = RouterStats(
+        step=3,
+        layer=0,
+        tokens=60,
+        selections=(30, 30, 30, 30),
+        imbalance=1.0,
+        entropy=math.log(4),
+        max_entropy=math.log(4),
+        dead=(),
+        dominant=(),
+        dropped_tokens=0,
+    )
+    collapsed = replace(balanced, layer=1, imbalance=2.0, entropy=0.0, dead=(3,), dominant=(0, 1))
+    for event in (balanced, collapsed, replace(STEP, aux_loss=3.5)):
+        sink.receive(event, unix_seconds=1.0)
+    (line,) = stream.getvalue().splitlines()
+    assert "loss 2.5000  aux 3.500" in line
+    assert line.endswith("imbalance 2.00 (layer 1)  entropy 50.0%  dead 1  dominant 2")

@@ -68,6 +68,7 @@ def packed(documents: Sequence[Sequence[int]], *, padding: int = 0) -> MicroBatc
         positions_T=torch.cat([torch.arange(len(ids)) for ids in reads]),
         targets_T=torch.tensor([token for ids in targets for token in ids]),
         weights_T=torch.tensor([1.0] * num_real + [0.0] * padding),
+        real_T=torch.tensor([True] * num_real + [False] * padding),
         document_lengths=tuple(len(ids) for ids in reads),
     )
 

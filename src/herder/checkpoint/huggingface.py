@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from herder.checkpoint.directory import writing
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_metadata import gguf_rules, permuted_heads
+from herder.checkpoint.quantized import QuantizedTensor, logical_tensors, read_values
 from herder.checkpoint.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelSource
-from herder.checkpoint.stored import DTYPE_BYTES, StoredTensor, stored_tensors
-from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours, read_tensor
+from herder.checkpoint.stored import StoredTensor, stored_tensors
+from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours
 from herder.errors import CheckpointError, WeightsError
+from herder.families.quantization import read_quantization
 from herder.families.registry import architecture_to_hf, family_named
 from herder.families.weights import WeightRules, listed
 from herder.model.build import build_decoder, tie
@@ -46,14 +48,15 @@ def load_decoder(
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype that most of a source's values are stored in; fp32 where blocks are quantized."""
+    """The dtype that most of a source's values are stored in: fp32 for GGUF blocks, else bf16
+    where they are quantized."""
     totals: Counter[str] = Counter()
     for each in _stored(source).values():
         totals[each.kind] += each.num_bytes
     return PLAIN_DTYPES.get(totals.most_common(1)[0][0], torch.float32)
 
 
-def _stored(source: ModelSource) -> Mapping[str, StoredTensor]:
+def _stored(source: ModelSource) -> Mapping[str, StoredTensor | QuantizedTensor]:
     """The tensors of a source by the names they have there."""
     if source.weights is None:
         raise WeightsError(
@@ -62,15 +65,8 @@ def _stored(source: ModelSource) -> Mapping[str, StoredTensor]:
         )
     if source.weights == "gguf":
         return read_gguf(source.files[0]).tensors
-    tensors = stored_tensors(source.files)
-    bad = sorted(each for each, stored in tensors.items() if stored.kind not in DTYPE_BYTES)
-    if bad:
-        kinds = ", ".join(sorted({tensors[each].kind for each in bad}))
-        raise WeightsError(
-            f"{source.name}: {len(bad)} tensors have dtype {kinds}, which cannot be read ({bad[0]} "
-            f"is one). Readable: {', '.join(DTYPE_BYTES)}. Take the unquantized model."
-        )
-    return tensors
+    quantization = read_quantization(source.config_json, where=source.name)
+    return logical_tensors(stored_tensors(source.files), quantization, where=source.name)
 
 
 def load_weights(
@@ -92,7 +88,7 @@ def load_weights(
     wanted = _checked(decoder, stored, rules, source.name)
     with torch.no_grad():
         for theirs, ours in wanted.items():
-            tensor = read_tensor(stored[theirs]).to(device=device, dtype=dtype)
+            tensor = read_values(stored[theirs], dtype).to(device)
             part = theirs.split(".")[-2]
             if part in num_heads:
                 tensor = halves_from_neighbours(tensor, num_heads=num_heads[part])
@@ -107,7 +103,10 @@ def load_weights(
 
 
 def _checked(
-    decoder: Decoder, stored: Mapping[str, StoredTensor], rules: WeightRules, name: str
+    decoder: Decoder,
+    stored: Mapping[str, StoredTensor | QuantizedTensor],
+    rules: WeightRules,
+    name: str,
 ) -> dict[str, str]:
     """Their name -> our name of what is to be loaded, once all of it fits."""
     problems: list[str] = []

@@ -16,8 +16,13 @@ from typing import Any
 
 from herder.errors import WeightsError
 
-DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes that safetensors weights are read from; others belong to quantized models."""
+DTYPE_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E8M0", "I8", "U8"), 1),
+}
+"""Dtypes that can be read from safetensors, plain and quantized."""
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,29 @@ PLAIN_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_STORED_DTYPES = {
+    **PLAIN_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _VALUES_AT_ONCE = 1 << 17
 """Blocks know nothing of rows. Many at once amortize numpy's calls, few stay in cache."""
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """One tensor in memory of its own: in its stored dtype, or fp32 from blocks.
+    """One tensor in memory of its own: in its stored dtype, or fp32 from GGUF blocks.
 
     Raises WeightsError where the file ends early.
     """
     raw = np.fromfile(stored.file, np.uint8, stored.num_bytes, offset=stored.start)
     if raw.size != stored.num_bytes:
         raise WeightsError(f"{stored.file} has become shorter while it was read.")
-    if stored.kind in PLAIN_DTYPES:
-        return torch.from_numpy(raw).view(PLAIN_DTYPES[stored.kind]).reshape(stored.shape)
+    if stored.kind in _STORED_DTYPES:
+        return torch.from_numpy(raw).view(_STORED_DTYPES[stored.kind]).reshape(stored.shape)
     quantization = GGMLQuantizationType[stored.kind]
     values, num_bytes = GGML_QUANT_SIZES[quantization]
     decoded = np.empty(math.prod(stored.shape), np.float32)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from herder.errors import ConfigError, ModelError, close_match
+from herder.errors import ConfigError, close_match
 
 REQUIRED: Any = object()
 """As a default: the key must be there."""
@@ -53,9 +53,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
 }
 """Keys that would change the computation, with the values at which they do not."""
+
+QUANTIZATION = "quantization_config"
+"""How weights are stored and not what is computed of them: read where they are loaded."""
 
 
 class ConfigReader:
@@ -77,7 +79,7 @@ class ConfigReader:
         self._where = where
         self._path = path
         self._known: set[str] = set()
-        self._sections: list[ConfigReader] = []
+        self._sections: dict[str, ConfigReader] = {}
         self.problems: list[str] = [] if problems is None else problems
 
     def integer(self, key: str, default: int = REQUIRED, *, minimum: int = 1) -> int:
@@ -88,22 +90,33 @@ class ConfigReader:
         self._wrong(key, value, f"a whole number of at least {minimum}")
         return minimum
 
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """An int of at least 1, or null; `default` is what an absent key means."""
+    def optional_integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1
+    ) -> int | None:
+        """An int of at least `minimum`, or null; `default` is what an absent key means."""
         value = self._take(key, default)
-        return None if value is None else self.integer(key, value)
+        return None if value is None else self.integer(key, value, minimum=minimum)
 
-    def number(self, key: str, default: float = REQUIRED) -> float:
-        """An int or float above 0; null is refused."""
+    def optional_integers(self, key: str) -> list[int] | None:
+        """A list of ints of at least 0, or null or absent: None."""
+        value = self._take(key, None)
+        if value is None or (isinstance(value, list) and all(_is_count(each) for each in value)):
+            return value
+        self._wrong(key, value, "a list of whole numbers of at least 0")
+        return None
+
+    def number(self, key: str, default: float = REQUIRED, *, may_be_zero: bool = False) -> float:
+        """An int or float above 0, or 0 where that has a meaning; null is refused."""
         value = self._take(key, default)
-        if type(value) in (int, float) and value > 0:
+        if type(value) in (int, float) and (value > 0 or (may_be_zero and value == 0)):
             return float(value)
-        self._wrong(key, value, "a number above 0")
+        self._wrong(key, value, "a number of at least 0" if may_be_zero else "a number above 0")
         return 1.0
 
-    def optional_number(self, key: str) -> float | None:
-        """An int or float above 0, or null or absent: None."""
-        return None if self._take(key, None) is None else self.number(key)
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """An int or float above 0, or null; `default` is what an absent key means."""
+        value = self._take(key, default)
+        return None if value is None else self.number(key, value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of numbers above 0."""
@@ -130,6 +143,14 @@ class ConfigReader:
         self._wrong(key, value, f"one of {', '.join(sorted(known))}", hint)
         return next(iter(known.values()))
 
+    def optional_text(self, key: str) -> str | None:
+        """A string, or null or absent: None."""
+        value = self._take(key, None)
+        if value is None or isinstance(value, str):
+            return value
+        self._wrong(key, value, "a string")
+        return None
+
     def optional_texts(self, key: str) -> list[str] | None:
         """A list of strings, or null or absent: None."""
         value = self._take(key, None)
@@ -139,7 +160,12 @@ class ConfigReader:
         return None
 
     def optional_section(self, key: str) -> ConfigReader | None:
-        """A nested object to be read as strictly, or None where it is null, absent or empty."""
+        """A nested object to be read as strictly, or None where it is null, absent or empty.
+
+        The same reader each time: several may take their keys from one section.
+        """
+        if key in self._sections:
+            return self._sections[key]
         value = self._take(key, None)
         if value is None or value == {}:
             return None
@@ -148,8 +174,16 @@ class ConfigReader:
             return None
         path = f"{self._path}{key}."
         section = ConfigReader(value, where=self._where, path=path, problems=self.problems)
-        self._sections.append(section)
+        self._sections[key] = section
         return section
+
+    def sections(self, key: str) -> list[ConfigReader]:
+        """The objects of a nested object of objects, whatever they are called there."""
+        section = self.optional_section(key)
+        if section is None:
+            return []
+        each = [section.optional_section(name) for name in section._config]
+        return [found for found in each if found is not None]
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null; does not consume it."""
@@ -171,32 +205,23 @@ class ConfigReader:
         self.problems.append(text)
 
     def finish(self) -> None:
-        """Raises ConfigError with every problem, unread keys included; ModelError if quantized."""
-        quantization = self._config.get("quantization_config")
-        if quantization is not None:
-            is_told = isinstance(quantization, Mapping)
-            method = quantization.get("quant_method") if is_told else quantization
-            raise ModelError(
-                f"{self._where}: the weights are quantized (quantization_config, format "
-                f"{method!r}), which cannot be read. Take the model's unquantized weights, or a "
-                "GGUF file of it."
-            )
+        """Raises ConfigError with every problem, unread keys included."""
         for key, values in NEUTRAL.items():
             self.neutral(key, *values)
         self._refuse_unread(IGNORABLE)
-        for section in self._sections:
-            section._refuse_unread(frozenset())
         if self.problems:
             listed = "\n  ".join(dict.fromkeys(self.problems))
             raise ConfigError(f"{self._where}: config.json cannot be read.\n  {listed}")
 
     def _refuse_unread(self, ignorable: frozenset[str]) -> None:
         for key in self._config:
-            if key not in self._known and key not in ignorable:
+            if key not in self._known and key not in ignorable and key != QUANTIZATION:
                 self.problems.append(
                     f"{self._path}{key}={_json(self._config[key])}: no such key is known here, so "
                     f"it might change the computation. {close_match(key, self._known)}"
                 )
+        for section in self._sections.values():
+            section._refuse_unread(frozenset())
 
     def _take(self, key: str, default: Any) -> Any:
         self._known.add(key)
@@ -205,6 +230,10 @@ class ConfigReader:
     def _wrong(self, key: str, value: Any, wanted: str, hint: str = "") -> None:
         given = "is missing" if value is REQUIRED else f"is {_json(value)}"
         self.problems.append(f"{self._path}{key} {given}; it must be {wanted}. {hint}".rstrip())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _json(value: Any) -> str:

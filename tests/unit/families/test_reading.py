@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from herder.config.catalog import model_config_json
-from herder.errors import ConfigError, ModelError
+from herder.errors import ConfigError
 from herder.families.registry import architecture_from_hf
 
 
@@ -81,10 +81,9 @@ def test_keys_that_would_change_the_computation_are_accepted_only_where_they_do_
     assert architecture_from_hf(llama(**{key: type(value)(0)}), name="x")
 
 
-def test_quantized_weights_are_refused_by_the_name_of_their_format() -> None:
+def test_how_weights_are_stored_does_not_change_what_is_computed() -> None:
     config = llama(quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelError, match="format 'awq'"):
-        architecture_from_hf(config, name="x")
+    assert architecture_from_hf(config, name="x") == architecture_from_hf(llama(), name="x")
 
 
 def test_an_unknown_activation_gets_the_known_ones() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from herder.model.attention_spec import AttentionSpec, shares
 from herder.model.linear import product
 from herder.model.packed_attention import packed_attention
+from herder.model.routing import Routing
 
 
 class Attend:
@@ -26,6 +27,8 @@ class Attend:
 
     longest: int
     """One more than the largest position of this forward, as a host number."""
+    routing: Routing | None = None
+    """What routers are told and tell in this forward; None: no padding, no noise, no statistics."""
 
     def layer(self, index: int) -> Attend:
         """The attend of one layer, bound outside the compiled block (so it is one graph a kind)."""
@@ -118,8 +121,15 @@ class ReferenceAttend(_DocumentAttend):
 class PackedAttend(_DocumentAttend):
     """Fused attention, one kernel call a run of documents of equal length; no T x T mask."""
 
-    def __init__(self, document_lengths: Sequence[int], *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        document_lengths: Sequence[int],
+        *,
+        device: str = "cpu",
+        routing: Routing | None = None,
+    ) -> None:
         super().__init__(document_lengths, device=device)
+        self.routing = routing
         # One graph for any number of documents, once compiled.
         torch._dynamo.maybe_mark_dynamic(self.bounds, 0)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from herder.config.architecture import ArchitectureConfig
 from herder.errors import ModelError
 from herder.model.decoder import Decoder
+from herder.model.experts import ExpertWeights
 from herder.model.norm import RmsNorm
 
 
@@ -31,8 +32,6 @@ def build_decoder(
 def unsupported_parts(config: ArchitectureConfig) -> list[str]:
     """Computations the record asks for that `model/` cannot do."""
     parts = {
-        "capped final logits": config.final_logit_softcap is not None,
-        "routed experts": any(layer.feed_forward == "routed" for layer in config.layers),
         "cross-attention": any(layer.cross_attention for layer in config.layers),
         "sectioned rope": any(rope.sections is not None for rope in config.ropes),
         "a vision encoder": config.vision is not None,
@@ -56,7 +55,10 @@ def materialize(decoder: Decoder, *, device: str | torch.device) -> None:
 
 
 def initialize_weights(decoder: Decoder, *, seed: int) -> None:
-    """Random weights that depend on (seed, name) alone, never on layout, order or device."""
+    """Random weights that depend on (seed, name) alone, never on layout, order or device.
+
+    Buffers, which gradients never touch, start at 0.
+    """
     with torch.no_grad():
         for module_name, module in decoder.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -64,19 +66,30 @@ def initialize_weights(decoder: Decoder, *, seed: int) -> None:
                 if module is decoder.head and decoder.config.tie_embeddings:
                     continue
                 parameter.copy_(initial_value(decoder.config, module, full_name, seed=seed))
+            for buffer in module.buffers(recurse=False):
+                buffer.zero_()
 
 
 def initial_value(config: ArchitectureConfig, module: nn.Module, name: str, *, seed: int) -> Tensor:
     """One parameter's whole initial value in fp32 on the host.
 
     Norm weights start at 1 (stored as 0 where an offset is added), biases at 0, all else is normal
-    with initializer_range as its standard deviation.
+    with initializer_range as its standard deviation. Each expert draws by a name of its own.
     """
     shape = module.get_parameter(name.rsplit(".", 1)[1]).shape
     if isinstance(module, RmsNorm):
         return torch.full(shape, 1.0 - module.weight_offset)
     if name.endswith(".bias"):
         return torch.zeros(shape)
+    if isinstance(module, ExpertWeights):
+        value = torch.empty(shape)
+        for expert in range(shape[0]):
+            value[expert] = _normal(shape[1:], config, f"{name}.{expert}", seed)
+        return value
+    return _normal(shape, config, name, seed)
+
+
+def _normal(shape: torch.Size, config: ArchitectureConfig, name: str, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.model.attend import Attend
 from herder.model.attention import Attention, TokenPlaces
+from herder.model.experts import Moe
 from herder.model.latent_attention import LatentAttention
-from herder.model.linear import Linear
 from herder.model.mlp import Mlp
 from herder.model.norm import RmsNorm
+from herder.model.readout import Head
 from herder.model.rope import Rope
+from herder.model.routing import LayerRouting
 
-Readout = Callable[[Tensor, Linear], Any]
+Readout = Callable[[Tensor, Head], Any]
 
 
 class Embedding(nn.Embedding):
@@ -49,7 +51,6 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         made = {"device": device, "dtype": dtype}
-        assert config.mlp is not None, "a routed layer reached the dense decoder layer"
 
         def norm() -> RmsNorm:
             return RmsNorm(config.hidden_size, config.norm, **made)
@@ -59,14 +60,31 @@ class DecoderLayer(nn.Module):
         self.attention = (LatentAttention if latent else Attention)(config, layer, **made)
         self.attention_output_norm = norm() if config.branch_norm else nn.Identity()
         self.feed_forward_norm = norm()
-        self.feed_forward = Mlp(config.hidden_size, config.mlp, **made)
+        self.feed_forward = _feed_forward(config, layer, **made)
         self.feed_forward_output_norm = norm() if config.branch_norm else nn.Identity()
 
-    def forward(self, x_TD: Tensor, places: TokenPlaces, attend: Attend) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, places: TokenPlaces, attend: Attend, routing: LayerRouting | None
+    ) -> Tensor:
+        """x_TD. routing: what a routed layer is told and tells; a dense one does not look at it."""
         attended_TD = self.attention(self.attention_norm(x_TD), places, attend)
         x_TD = x_TD + self.attention_output_norm(attended_TD)
-        fed_TD = self.feed_forward(self.feed_forward_norm(x_TD))
+        normed_TD = self.feed_forward_norm(x_TD)
+        if isinstance(self.feed_forward, Moe):
+            fed_TD = self.feed_forward(normed_TD, routing)
+        else:
+            fed_TD = self.feed_forward(normed_TD)
         return x_TD + self.feed_forward_output_norm(fed_TD)
+
+
+def _feed_forward(
+    config: ArchitectureConfig, layer: LayerSpec, *, device: str, dtype: torch.dtype
+) -> Mlp | Moe:
+    if layer.feed_forward == "routed":
+        assert config.moe is not None, "a routed layer without moe"
+        return Moe(config.hidden_size, config.moe, device=device, dtype=dtype)
+    assert config.mlp is not None, "a dense layer without mlp"
+    return Mlp(config.hidden_size, config.mlp, device=device, dtype=dtype)
 
 
 class Decoder(nn.Module):
@@ -88,7 +106,9 @@ class Decoder(nn.Module):
             }
         )
         self.norm: RmsNorm | None = RmsNorm(config.hidden_size, config.norm, **made)
-        self.head: Linear | None = Linear(config.hidden_size, config.vocab_size, bias=False, **made)
+        self.head: Head | None = Head(
+            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcap, **made
+        )
 
     def forward(
         self,
@@ -108,7 +128,10 @@ class Decoder(nn.Module):
         for index, layer in self.layers.items():
             spec = self.config.layers[int(index)]
             place = places[spec.rope, spec.temperature]
-            x_TD = layer(x_TD, place, attend.layer(int(index)))
+            routing = None if attend.routing is None else attend.routing.layer(int(index))
+            x_TD = layer(x_TD, place, attend.layer(int(index)), routing)
+            if attend.routing is not None and routing is not None:
+                attend.routing.keep(routing)
         if self.norm is None or self.head is None:
             return x_TD
         x_TD = self.norm(x_TD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,21 @@ from herder.model.kernels import Kernels
 from herder.model.linear import Linear
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within it both ways.
+
+    Source: gpt-oss model card, arXiv:2508.10925.
+    """
+
+    alpha: float
+    limit: float
+
+
+Gating = Activation | ClampedSwiglu
+"""How gate and up become one."""
+
+
 class Mlp(nn.Module):
     """down(act(gate(x)) * up(x)). Source: GLU variants, arXiv:2002.05202."""
 
@@ -23,7 +39,7 @@ class Mlp(nn.Module):
         self, hidden_size: int, config: MlpConfig, *, device: str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation: Gating = config.activation
         made = {"bias": config.bias, "device": device, "dtype": dtype}
         self.gate = Linear(hidden_size, config.intermediate_size, **made)
         self.up = Linear(hidden_size, config.intermediate_size, **made)
@@ -35,17 +51,17 @@ class Mlp(nn.Module):
 
 
 def gated(
-    gate_TI: Tensor, up_TI: Tensor, activation: Activation, down: Callable[[Tensor], Tensor]
+    gate_TI: Tensor, up_TI: Tensor, gating: Gating, down: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """down(act(gate) * up), keeping gate and up for the backward pass and not their product.
+    """down(gating(gate, up)), keeping gate and up for the backward pass and not their product.
 
     Compiled code decides for itself what it keeps.
     """
-    if activation == "silu" and Kernels.take(gate_TI):
+    if gating == "silu" and Kernels.take(gate_TI):
         return down(Kernels.operators.silu_times(gate_TI, up_TI))
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return down(activate(gate_TI, activation) * up_TI)
-    product_TI = _GatedProduct.apply(gate_TI, up_TI, activation)
+        return down(gate_product(gate_TI, up_TI, gating))
+    product_TI = _GatedProduct.apply(gate_TI, up_TI, gating)
     parts = gate_TI.detach(), up_TI.detach()
     product_address = product_TI.data_ptr()  # the hooks outlive this call: the product must not
 
@@ -53,27 +69,38 @@ def gated(
         return None if kept.data_ptr() == product_address else kept
 
     def unpack(kept: Tensor | None) -> Tensor:
-        return activate(parts[0], activation) * parts[1] if kept is None else kept
+        return gate_product(*parts, gating) if kept is None else kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return down(product_TI)
 
 
 class _GatedProduct(Function):
-    """act(gate) * up; act(gate) is computed again in the backward pass."""
+    """gating(gate, up); what lies between is computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor, gating: Gating) -> Tensor:
         ctx.save_for_backward(gate_TI, up_TI)
-        ctx.activation = activation
-        return activate(gate_TI, activation).mul_(up_TI)
+        ctx.gating = gating
+        return gate_product(gate_TI, up_TI, gating)
 
     @staticmethod
     def backward(ctx: Any, grad_TI: Tensor) -> tuple[Tensor | None, ...]:
         gate_TI, up_TI = (kept.detach().requires_grad_() for kept in ctx.saved_tensors)
         with torch.enable_grad():
-            product_TI = activate(gate_TI, ctx.activation) * up_TI
+            product_TI = gate_product(gate_TI, up_TI, ctx.gating)
         return *torch.autograd.grad(product_TI, (gate_TI, up_TI), grad_TI), None
+
+
+def gate_product(gate_TI: Tensor, up_TI: Tensor, gating: Gating) -> Tensor:
+    """act(gate) * up, or what the experts of gpt-oss do instead."""
+    if isinstance(gating, ClampedSwiglu):
+        gate_TI = gate_TI.clamp(max=gating.limit)
+        up_TI = up_TI.clamp(-gating.limit, gating.limit)
+        return (up_TI + 1) * gate_TI * torch.sigmoid(gating.alpha * gate_TI)
+    act_TI = activate(gate_TI, gating)
+    # In place where nothing needs the factor: one wide tensor less at the same time.
+    return act_TI * up_TI if torch.is_grad_enabled() else act_TI.mul_(up_TI)
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:

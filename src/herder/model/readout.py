@@ -10,10 +10,34 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from herder.model.autograd import Function
-from herder.model.linear import multiplies_bf16, product_dtype
+from herder.model.linear import Linear, multiplies_bf16, product_dtype
+
+
+class Head(Linear):
+    """Logits, capped where the config says so: cap * tanh(logits / cap). Source: Gemma 2,
+    arXiv:2408.00118, section 2. A readout that multiplies by the weight itself must cap too."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        softcap: float | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False, device=device, dtype=dtype)
+        self.softcap = softcap
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, D] to logits_TV."""
+        logits_TV = super().forward(input)
+        if self.softcap is None:
+            return logits_TV
+        return torch.tanh(logits_TV / self.softcap) * self.softcap
 
 
 class LastTokenReadout:
@@ -22,7 +46,7 @@ class LastTokenReadout:
     def __init__(self, rows_R: Tensor) -> None:
         self.rows_R = rows_R
 
-    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+    def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
         return head(x_TD[self.rows_R])
 
 
@@ -34,7 +58,7 @@ class LogProbReadout:
         self.chunk_tokens = chunk_tokens
 
     @torch.no_grad()
-    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+    def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
         parts = []
         for rows in _chunks(x_TD.shape[0], self.chunk_tokens):
             logprob_CV = head(x_TD[rows]).float().log_softmax(-1)
@@ -54,19 +78,26 @@ class LossReadout:
         self.weights_T = weights_T
         self.chunk_tokens = chunk_tokens
 
-    def __call__(self, x_TD: Tensor, head: nn.Linear) -> Tensor:
+    def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
         dtype = product_dtype(x_TD)
         if dtype == torch.bfloat16 and x_TD.device.type == "cpu" and not multiplies_bf16():
             dtype = torch.float32
         # Autocast would take the products in its own dtype again, whatever was chosen above.
         with torch.autocast(x_TD.device.type, enabled=False):
             return _ChunkedCrossEntropy.apply(
-                x_TD, head.weight, self.targets_T, self.weights_T, self.chunk_tokens, dtype
+                x_TD,
+                head.weight,
+                self.targets_T,
+                self.weights_T,
+                self.chunk_tokens,
+                dtype,
+                head.softcap,
             )
 
 
 class _ChunkedCrossEntropy(Function):
-    """sum_t w_t * (logsumexp(x_t W^T) - x_t W^T[target_t]), chunk by chunk."""
+    """sum_t w_t * (logsumexp(l_t) - l_t[target_t]) of logits l_t = x_t W^T, capped or not, chunk by
+    chunk."""
 
     @staticmethod
     def forward(
@@ -77,6 +108,7 @@ class _ChunkedCrossEntropy(Function):
         weights_T: Tensor,
         chunk_tokens: int,
         dtype: torch.dtype,
+        softcap: float | None,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_grad_TD = torch.empty_like(x_TD) if needs_x else None
@@ -86,7 +118,7 @@ class _ChunkedCrossEntropy(Function):
         for rows in _chunks(x_TD.shape[0], chunk_tokens):
             x_CD = x_TD[rows].to(dtype)
             part, logits_grad_CV = _loss_and_gradient(
-                x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None]
+                x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None], softcap
             )
             loss += part
             if x_grad_TD is not None:
@@ -102,17 +134,21 @@ class _ChunkedCrossEntropy(Function):
         x_grad_TD, weight_grad_VD = ctx.grads
         ctx.grads = None, None
         scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _loss_and_gradient(
-    logits_CV: Tensor, targets_C1: Tensor, weights_C1: Tensor
+    logits_CV: Tensor, targets_C1: Tensor, weights_C1: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The chunk's weighted loss in fp32, and its gradient at the logits in their dtype.
 
     softmax is formed in place: a second [C, V] tensor would be the step's largest.
     """
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
+    tanh_CV = None
+    if softcap is not None:
+        tanh_CV = (logits_CV / softcap).tanh_()
+        logits_CV = tanh_CV * softcap
     logits_CV -= logits_CV.amax(-1, keepdim=True)
     chosen_C1 = logits_CV.gather(1, targets_C1)
     odds_CV = logits_CV.exp_()
@@ -120,6 +156,8 @@ def _loss_and_gradient(
     loss = ((total_C1.log() - chosen_C1) * weights_C1).sum()
     gradient_CV = odds_CV.mul_(weights_C1 / total_C1)
     gradient_CV.scatter_add_(1, targets_C1, -weights_C1)
+    if tanh_CV is not None:
+        gradient_CV.mul_(tanh_CV.square_().neg_().add_(1))
     return loss, gradient_CV.to(dtype)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from herder.model.attend import PackedAttend
-from herder.model.readout import LastTokenReadout, LogProbReadout, LossReadout
+from herder.model.readout import Head, LastTokenReadout, LogProbReadout, LossReadout
 
 LENGTHS = [9, 12, 4]
 
@@ -106,7 +106,7 @@ def test_without_bf16_multiplication_the_head_is_fp32_under_autocast_too(targets
     monkeypatch.setattr("herder.model.readout.multiplies_bf16", lambda: False)
     generator = torch.Generator().manual_seed(2)
     x_TD = torch.randn(25, 32, generator=generator, requires_grad=True)
-    head = torch.nn.Linear(32, 97, bias=False)
+    head = Head(32, 97)
     expected = LossReadout(*targets)(x_TD, head)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = LossReadout(*targets)(x_TD, head)

@@ -1,0 +1,170 @@
+"""Products of sorted rows with the matrix of the expert they belong to, as one custom operator.
+
+Legend: R rows sorted by expert, E experts, I input dim, O output dim.
+
+How many rows an expert has is data, so routing never compiles anything again, and an expert without
+rows costs nothing. Rows past the sum of the counts belong to nobody: they give zeros. On GPUs bf16
+goes to torch's grouped kernel. Elsewhere it is one product per expert that has rows, in fp32 where
+a processor would have to emulate bf16, as in `linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from herder.model.kernels import FEW_ROWS, Kernels
+from herder.model.linear import multiplies_bf16, product_dtype
+
+_GROUPED_BYTES = 16
+"""The grouped kernel wants every stride to be a multiple of this."""
+
+
+def grouped_product(
+    rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    """out_RO: each row times its expert's matrix, plus its bias, as Linear does (autocast too).
+
+    counts_E: int64, how many rows each expert has; the first ones are expert 0's.
+    """
+    rows_RI = rows_RI.to(product_dtype(rows_RI))
+    if not _is_emulated(rows_RI):
+        weight_EOI = weight_EOI.to(rows_RI.dtype)
+    if bias_EO is not None:
+        bias_EO = bias_EO.to(rows_RI.dtype)
+    return _product(rows_RI, counts_E, weight_EOI, bias_EO)
+
+
+@torch.library.custom_op("herder::grouped_product", mutates_args=())
+def _product(
+    rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    if _takes_grouped_kernel(rows_RI, weight_EOI):
+        return _product_by_kernel(rows_RI, counts_E, weight_EOI, bias_EO)
+    out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
+    end = 0
+    for expert, rows in _segments(counts_E):
+        x, weight, end = rows_RI[rows], weight_EOI[expert], rows.stop
+        if x.shape[0] <= FEW_ROWS and weight.is_contiguous() and Kernels.take(x):
+            bias = None if bias_EO is None else bias_EO[expert]
+            out_RO[rows] = Kernels.operators.few_rows_product(x, weight, bias)
+            continue
+        _multiply(x, weight.t(), out_RO[rows])
+        if bias_EO is not None:
+            out_RO[rows] += bias_EO[expert]
+    out_RO[end:] = 0
+    return out_RO
+
+
+@torch.library.custom_op("herder::grouped_outer_product", mutates_args=())
+def _outer_product(
+    left_RO: Tensor, right_RI: Tensor, counts_E: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """out_EOI in `dtype`: the sum over each expert's rows of left x right, 0 where it has none."""
+    num_experts = counts_E.shape[0]
+    if _takes_grouped_kernel(left_RO, right_RI):
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        out_EOI = F.grouped_mm(left_RO.t(), right_RI, offs=ends_E).to(dtype)
+        return out_EOI.masked_fill_((counts_E == 0)[:, None, None], 0)
+    shape = (num_experts, left_RO.shape[1], right_RI.shape[1])
+    out_EOI = torch.empty(shape, dtype=dtype, device=left_RO.device)
+    empty = set(range(num_experts))
+    for expert, rows in _segments(counts_E):
+        _multiply(left_RO[rows].t(), right_RI[rows], out_EOI[expert])
+        empty.remove(expert)
+    for expert in empty:
+        out_EOI[expert] = 0
+    return out_EOI
+
+
+def _segments(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has rows."""
+    start = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            yield expert, slice(start, start + count)
+            start += count
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right. Autocast leaves products with `out` alone."""
+    if _is_emulated(left):
+        left, right = left.float(), right.float()
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        wide = torch.empty(out.shape, dtype=left.dtype, device=out.device)
+        out.copy_(torch.mm(left, right, out=wide))
+
+
+def _is_emulated(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bf16()
+
+
+def _takes_grouped_kernel(left: Tensor, right: Tensor) -> bool:
+    widths_bytes = [2 * each for each in (*left.shape[1:], *right.shape[1:])]
+    return (
+        left.device.type == "cuda"
+        and left.dtype == torch.bfloat16
+        and left.shape[0] > 0
+        and all(width % _GROUPED_BYTES == 0 for width in widths_bytes)
+    )
+
+
+def _product_by_kernel(
+    rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    """The kernel leaves rows that belong to nobody unwritten."""
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    out_RO = F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+    row_R = torch.arange(rows_RI.shape[0], dtype=torch.int32, device=rows_RI.device)
+    if bias_EO is not None:
+        expert_R = torch.searchsorted(ends_E, row_R, right=True)
+        out_RO += bias_EO[expert_R.clamp(max=bias_EO.shape[0] - 1)]
+    return out_RO.masked_fill_((row_R >= ends_E[-1])[:, None], 0)
+
+
+@_product.register_fake
+def _product_shape(
+    rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    del counts_E, bias_EO
+    return rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
+
+
+@_outer_product.register_fake
+def _outer_product_shape(
+    left_RO: Tensor, right_RI: Tensor, counts_E: Tensor, dtype: torch.dtype
+) -> Tensor:
+    shape = (counts_E.shape[0], left_RO.shape[1], right_RI.shape[1])
+    return left_RO.new_empty(shape, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    rows_RI, counts_E, weight_EOI, bias_EO = inputs
+    ctx.save_for_backward(rows_RI, counts_E, weight_EOI)
+    ctx.bias_dtype = None if bias_EO is None else bias_EO.dtype
+
+
+def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
+    rows_RI, counts_E, weight_EOI = ctx.saved_tensors
+    needs_rows, _, needs_weight, needs_bias = ctx.needs_input_grad
+    grad_RO = grad_RO.contiguous()
+    rows_grad = weight_grad = bias_grad = None
+    if needs_rows:
+        rows_grad = _product(grad_RO, counts_E, weight_EOI.transpose(1, 2), None)
+    if needs_weight:
+        weight_grad = _outer_product(grad_RO, rows_RI, counts_E, weight_EOI.dtype)
+    if needs_bias:
+        # A sum is a product with ones, as many as the grouped kernel's strides ask for.
+        ones = grad_RO.new_ones(grad_RO.shape[0], _GROUPED_BYTES // 2)
+        bias_grad = _outer_product(grad_RO, ones, counts_E, ctx.bias_dtype)[:, :, 0]
+    return rows_grad, None, weight_grad, bias_grad
+
+
+_product.register_autograd(_differentiate, setup_context=_save)

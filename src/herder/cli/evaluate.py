@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from herder.cli.models import resolve, tokenizer_folder
+from herder.cli.overrides import architecture_option, overridden
 from herder.data.progress import progress
 from herder.data.tokenizer import check_vocabulary, load_tokenizer
 from herder.errors import ConfigError, close_match
@@ -21,6 +22,7 @@ _POSITIVE = click.IntRange(min=1)
 
 @click.command("evaluate")
 @click.argument("model")
+@architecture_option
 @click.option("--tasks", default="perplexity", help="Comma-separated. Known: perplexity.")
 @click.option("--data", help="A corpus by name or path. Default: a run's own, wikipedia-leads.")
 @click.option("--text-key", help="Which key of a JSON object holds the text.")
@@ -37,6 +39,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
+    overrides: tuple[str, ...],
     tasks: str,
     data: str | None,
     text_key: str | None,
@@ -50,7 +53,7 @@ def command(
     for task in tasks.split(","):
         if task not in TASKS:
             raise ConfigError(f"--tasks: unknown task {task!r}. {close_match(task, TASKS)}")
-    source = resolve(model)
+    source = overridden(resolve(model), overrides)
     window = window_tokens(source, sequence_length)
     tokenizer = load_tokenizer(tokenizer_folder(source))
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)

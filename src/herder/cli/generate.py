@@ -7,6 +7,7 @@ import json
 import click
 
 from herder.cli.models import resolve, tokenizer_folder
+from herder.cli.overrides import architecture_option, overridden
 from herder.data.tokenizer import load_tokenizer
 from herder.engine.request import SamplingParams
 from herder.serve.load import DTYPES
@@ -15,6 +16,7 @@ from herder.serve.once import answer_once, prompt_request
 
 @click.command("generate")
 @click.argument("model")
+@architecture_option
 @click.option("--prompt", required=True, help="The text to continue, or with --chat to answer.")
 @click.option(
     "--chat/--raw",
@@ -36,11 +38,18 @@ from herder.serve.once import answer_once, prompt_request
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def command(
-    model: str, prompt: str, *, as_chat: bool, precision: str, as_json: bool, **sampling: object
+    model: str,
+    overrides: tuple[str, ...],
+    prompt: str,
+    *,
+    as_chat: bool,
+    precision: str,
+    as_json: bool,
+    **sampling: object,
 ) -> None:
     """Continue a prompt with MODEL; text goes to stdout as it comes, figures to stderr."""
     params = SamplingParams(**sampling)
-    source = resolve(model)
+    source = overridden(resolve(model), overrides)
     tokenizer = load_tokenizer(tokenizer_folder(source))
     request = prompt_request(tokenizer, prompt, params, as_chat=as_chat)
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from herder.cli.models import resolve, tokenizer_folder
+from herder.cli.overrides import architecture_option, overridden
 from herder.config.run import ServeConfig
 from herder.serve.app import create_app
 from herder.serve.load import DTYPES, banner, load_service, window_tokens
@@ -18,6 +19,7 @@ _DEFAULTS = ServeConfig()
 
 @click.command("serve")
 @click.argument("model")
+@architecture_option
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen at.")
 @click.option(
     "--port",
@@ -45,14 +47,14 @@ _DEFAULTS = ServeConfig()
     show_default=True,
     help="Further requests get status 429.",
 )
-def command(model: str, **options: Any) -> None:
+def command(model: str, overrides: tuple[str, ...], **options: Any) -> None:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions and the rest of the OpenAI API.
 
     SIGTERM or Ctrl-C ends it once the accepted requests are answered; a second one ends it at once.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     config = ServeConfig(**options)
-    source = resolve(model)
+    source = overridden(resolve(model), overrides)
     folder = tokenizer_folder(source)
     window_tokens(source, config.max_model_len)
     bound = bind(config.host, config.port)

@@ -1,12 +1,13 @@
-"""Reads a recipe and its overrides into a RunConfig, strictly.
+"""Reads a recipe and its overrides into a RunConfig, and lays overrides over an architecture.
 
-Owns how a mistake in a recipe is told: every violation in one ConfigError, each with the file and
+Owns how a mistake in either is told: every violation in one ConfigError, each with the file and
 line or the override it came from, the path of the key, what was given and what would do. Knows the
 records only through their fields.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import gpu_names, near_gpu
 from herder.config.run import RunConfig
 from herder.config.strict_yaml import KeyPath, read_yaml
@@ -68,6 +70,37 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _validated(tree, origins, problems, where=str(path))
 
 
+def override_architecture(
+    architecture: ArchitectureConfig, overrides: Mapping[str, Any] | Sequence[str], *, where: str
+) -> ArchitectureConfig:
+    """The architecture with some of its fields replaced, valid as the record itself is.
+
+    overrides: a tree of fields, or --set texts such as moe.num_experts_per_token=4. Raises
+    ConfigError that lists all violations. Whether weights still fit shows when they are loaded.
+    """
+    given = dict[Any, Any]()
+    if isinstance(overrides, Mapping):
+        given.update(overrides)
+    else:
+        for override in overrides:
+            _put(given, *parse_override(override))
+    tree = architecture.model_dump(mode="json")
+    absent = [name for name in given if name in tree and tree[name] is None]
+    _lay_over(tree, given)
+    try:
+        return ArchitectureConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        found = [_told_violation(item, tree, ArchitectureConfig) for item in error.errors()]
+        told = dict(
+            (path[0], "this architecture has none.")
+            if path and path[0] in absent
+            else (".".join(path), text)
+            for path, text in found
+        )
+        lines = [": ".join(filter(None, (where, *item))) for item in told.items()]
+        raise ConfigError("\n".join(lines)) from None
+
+
 def parse_override(override: str) -> tuple[KeyPath, Any]:
     """`train.steps=10` as (("train", "steps"), 10). Raises ConfigError when it has no such form."""
     name, equals, text = override.partition("=")
@@ -89,6 +122,15 @@ def _put(tree: dict[Any, Any], key: KeyPath, value: Any) -> None:
     tree[key[-1]] = value
 
 
+def _lay_over(tree: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
+    for name, value in overrides.items():
+        inner = tree.get(name)
+        if isinstance(inner, dict) and isinstance(value, Mapping):
+            _lay_over(inner, value)
+        else:
+            tree[name] = value
+
+
 def _validated(
     tree: dict[Any, Any], origins: Mapping[KeyPath, str], problems: list[str], *, where: str
 ) -> RunConfig:
@@ -97,7 +139,7 @@ def _validated(
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found += [_told_violation(item, tree) for item in error.errors(include_url=False)]
+        found += [_told_violation(item, tree, RunConfig) for item in error.errors()]
     found += _unknown_gpu(tree)
     for path, text in found:
         # The nearest known origin of the key: an override, or a line of the recipe.
@@ -120,36 +162,40 @@ def _unknown_gpu(tree: dict[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
 
 
-def _told_violation(item: Any, tree: Any) -> tuple[KeyPath, str]:
+def _told_violation(item: Any, tree: Any, root: type[BaseModel]) -> tuple[KeyPath, str]:
     """The key path of one of pydantic's errors, and what is wrong there."""
     path: list[str] = []
     record: type[BaseModel] | None = None
-    inner: type[BaseModel] | None = RunConfig
+    inner: list[type[BaseModel]] = [root]
     value = tree
     for part in item["loc"]:
         if not isinstance(value, dict):
             break
-        if part in value or not str(part).startswith("<"):  # else the form of a field of two
+        if part not in value and part == value.get("kind"):  # which of a field's records it is
+            inner = [each for each in inner if each.model_fields["kind"].default == part]
+        elif part in value or not str(part).startswith("<"):  # else the form of a field of two
             path.append(str(part))
-            record, value = inner, value.get(part)
+            record, value = next(iter(inner), None), value.get(part)
             field = record.model_fields.get(part) if record else None
-            inner = _record_in(field.annotation) if field else None
-    return tuple(path), _worded(item, path[-1] if path else "", record or RunConfig, inner)
+            inner = list(_records_in(field.annotation)) if field else []
+    name = path[-1] if path else ""
+    return tuple(path), _worded(item, name, record or root, root, accepts_record=bool(inner))
 
 
-def _record_in(annotation: Any) -> type[BaseModel] | None:
-    """The record that a field may hold, if any."""
+def _records_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The records that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_record_in, get_args(annotation))), None)
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _records_in(argument)
 
 
 def _worded(
-    item: Any, name: str, record: type[BaseModel], alternative: type[BaseModel] | None
+    item: Any, name: str, record: type[BaseModel], root: type[BaseModel], *, accepts_record: bool
 ) -> str:
     kind, given, context = item["type"], item["input"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key. {_known_key(name, record)}"
+        return f"unknown key. {_known_key(name, record, root)}"
     if kind == "missing":
         return "this key is missing."
     if kind == "invalid_key" or item["loc"][-1] == "[key]":
@@ -159,20 +205,20 @@ def _worded(
     must = _MUST_BE.get(kind)
     if must is None:
         return f"{item['msg']}, given {_told(given)}."
-    or_record = ", or a mapping of keys" if alternative and kind != "model_type" else ""
+    or_record = ", or a mapping of keys" if accepts_record and kind != "model_type" else ""
     choices = re.findall("'([^']*)'", context.get("expected", ""))
     match = close_match(given, choices) if choices and isinstance(given, str) else ""
     suggestion = f" {match}" if match.startswith("Did") else ""
     return f"must be {must.format(**context)}{or_record}, given {_told(given)}.{suggestion}"
 
 
-def _known_key(name: str, record: type[BaseModel]) -> str:
+def _known_key(name: str, record: type[BaseModel], root: type[BaseModel]) -> str:
     """A close match in the same record, or the place where a key of that name belongs."""
     match = close_match(name, record.model_fields)
-    for section, field in RunConfig.model_fields.items():
-        inner = _record_in(field.annotation)
-        if not match.startswith("Did") and inner and name in inner.model_fields:
-            return f"Did you mean '{section}.{name}'?"
+    for section, field in root.model_fields.items():
+        for inner in _records_in(field.annotation):
+            if not match.startswith("Did") and name in inner.model_fields:
+                return f"Did you mean '{section}.{name}'?"
     return match
 
 

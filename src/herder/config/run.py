@@ -30,6 +30,9 @@ class ModelConfig(Record):
     """The keys of a config.json, model_type included, instead of a source."""
     override: dict[str, JsonValue] = Field(default_factory=dict)
     """Keys of the source's config.json to replace, for example num_hidden_layers: 2."""
+    architecture: dict[str, JsonValue] = Field(default_factory=dict)
+    """Fields of the architecture to replace, whatever it came from: the paths of
+    config/architecture.py. Weights stay, where they still fit: moe.num_experts_per_token: 4."""
     initialize: Literal["pretrained", "random"] = "pretrained"
     """Whether training starts from the source's weights or from seeded random ones."""
 

@@ -1,21 +1,21 @@
 """Which experts the routers chose over a run, as one picture: a band a layer, a row an expert.
 
 Owns the drawing, an SVG of plain shapes that any browser and editor shows. Knows nothing but
-`RouterStats`; steps stand next to each other from left to right and share columns where there are
-many.
+`RouterStats`; steps go from left to right and share columns where there are many.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 from herder.observe.events import Event, RouterStats, RunFinished, RunInterrupted
 from herder.observe.sinks import read_events
 
-_MAX_COLUMNS = 100
+_MAX_COLUMNS = 128
+"""An even number."""
 _LEFT, _TOP, _GAP, _BOTTOM, _WIDTH = 64, 44, 8, 28, 600
 _LEVELS = ("#8c510a", "#bf812d", "#dfc27d", "#f6e8c3", "#f5f5f5")
 _LEVELS += ("#c7eae5", "#80cdc1", "#35978f", "#01665e")
@@ -36,32 +36,39 @@ class ExpertMapSink:
     def receive(self, event: Event, *, unix_seconds: float) -> None:
         """Draw when a run ends; a run without routed experts gets no picture."""
         if isinstance(event, RunFinished | RunInterrupted):
-            told = [each for each in read_events(self._log) if isinstance(each, RouterStats)]
-            if told:
-                self._picture.write_text(expert_map(told), encoding="utf-8")
+            told = (each for each in read_events(self._log) if isinstance(each, RouterStats))
+            picture = expert_map(told)
+            if picture is not None:
+                self._picture.write_text(picture, encoding="utf-8")
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def expert_map(stats: Iterable[RouterStats]) -> str:
-    """An SVG document; at least one event. The last one told of a step and layer counts."""
-    selections = {(each.layer, each.step): each.selections for each in stats}
-    layers = sorted({layer for layer, _ in selections})
-    steps = sorted({step for _, step in selections})
+def expert_map(stats: Iterable[RouterStats]) -> str | None:
+    """An SVG document of events in the order of their steps; None where there are none.
+
+    A step told again, as after a crash, is passed over: it is the same again.
+    """
+    layers = dict[int, _Columns]()
+    for each in stats:
+        layers.setdefault(each.layer, _Columns(each.step)).add(each)
+    if not layers:
+        return None
     shapes, y = list[str](), float(_TOP)
-    for layer in layers:
-        told = [selections[layer, step] for step in steps if (layer, step) in selections]
-        row_height = min(14.0, max(2.0, 128 / len(told[0])))
-        height = row_height * len(told[0])
+    for layer, told in sorted(layers.items()):
+        row_height = min(14.0, max(2.0, 128 / len(told.columns[0])))
+        height = row_height * len(told.columns[0])
         shapes += [_text(_LEFT - 6, y + height / 2 + 4, f"layer {layer}", anchor="end")]
-        shapes += _cells(_columns(told), y, row_height)
+        shapes += _cells(told.columns, y, row_height)
         y += height + _GAP
+    first = min(told.first_step for told in layers.values())
+    last = max(told.last_step for told in layers.values())
     shapes += [
         _text(_LEFT, 16, "experts chosen, against a balanced share: a row an expert"),
         *_legend(),
-        _text(_LEFT, y + 10, f"step {steps[0]}"),
-        _text(_LEFT + _WIDTH, y + 10, f"step {steps[-1]}", anchor="end"),
+        _text(_LEFT, y + 10, f"step {first}"),
+        _text(_LEFT + _WIDTH, y + 10, f"step {last}", anchor="end"),
     ]
     width, height = _LEFT + _WIDTH + 12, y + _BOTTOM - _GAP
     return (
@@ -71,11 +78,31 @@ def expert_map(stats: Iterable[RouterStats]) -> str:
     )
 
 
-def _columns(told: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Selections of each expert by column; where there are more steps than columns, their sums."""
-    num_columns = min(_MAX_COLUMNS, len(told))
-    edges = [len(told) * column // num_columns for column in range(num_columns + 1)]
-    return [[sum(counts) for counts in zip(*told[a:b], strict=True)] for a, b in pairwise(edges)]
+class _Columns:
+    """One layer's selections, events joined two by two whenever there are too many columns."""
+
+    def __init__(self, first_step: int) -> None:
+        self.columns = list[list[int]]()
+        self.first_step, self.last_step = first_step, first_step - 1
+        self._events_a_column, self._events_in_last = 1, 1
+
+    def add(self, stats: RouterStats) -> None:
+        if stats.step <= self.last_step:
+            return
+        self.last_step = stats.step
+        if self._events_in_last < self._events_a_column:
+            self.columns[-1] = _sums(self.columns[-1], stats.selections)
+            self._events_in_last += 1
+            return
+        if len(self.columns) == _MAX_COLUMNS:
+            self.columns = list(map(_sums, self.columns[::2], self.columns[1::2]))
+            self._events_a_column *= 2
+        self.columns.append(list(stats.selections))
+        self._events_in_last = 1
+
+
+def _sums(some: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(some, more, strict=True)]
 
 
 def _cells(columns: Sequence[Sequence[int]], top: float, row_height: float) -> list[str]:

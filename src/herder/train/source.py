@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from herder.checkpoint.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelSource
+from herder.config.load import override_architecture
 from herder.config.run import ModelConfig
 from herder.errors import ConfigError, DataError, close_match
 from herder.families.registry import architecture_from_hf, architecture_to_hf, family_of
@@ -21,23 +22,31 @@ from herder.families.registry import architecture_from_hf, architecture_to_hf, f
 def find_model(
     model: ModelConfig, resolve: Callable[[str], ModelSource], *, needs_weights: bool = True
 ) -> ModelSource:
-    """The model of a recipe: its source, its source with keys replaced, or its own config.json.
+    """The model of a recipe: its source or its own config.json, with what the recipe replaces.
 
     needs_weights=False is for planning, which does without. Raises ConfigError when weights are
     asked for that are not there.
     """
-    if model.source is None:
-        assert model.config is not None, "ModelConfig requires one of source and config"
-        return _from_config(model.config)
-    source = resolve(model.source)
-    if model.override:
-        return _overridden(source, model.override)
+    source = _origin(model, resolve)
+    if model.architecture:
+        changed = override_architecture(
+            source.architecture, model.architecture, where="model.architecture"
+        )
+        source = replace(source, architecture=changed)
     if needs_weights and model.initialize == "pretrained" and source.weights is None:
         raise ConfigError(
             f"model.source: {source.name} has a config but no weights here. Give a folder or hub "
             "id that has, or --set model.initialize=random."
         )
     return source
+
+
+def _origin(model: ModelConfig, resolve: Callable[[str], ModelSource]) -> ModelSource:
+    if model.source is None:
+        assert model.config is not None, "ModelConfig requires one of source and config"
+        return _from_config(model.config)
+    source = resolve(model.source)
+    return _overridden(source, model.override) if model.override else source
 
 
 def model_files(source: ModelSource, tokenizer: Path) -> dict[str, bytes]:

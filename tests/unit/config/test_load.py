@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from herder.config.load import load_run_config, parse_override
+from herder.config.architecture import (
+    ArchitectureConfig,
+    GroupedQueryAttention,
+    LayerSpec,
+    MlpConfig,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+)
+from herder.config.load import load_run_config, override_architecture, parse_override
 from herder.config.run import GpuConfig, LayoutConfig, RunConfig
 from herder.errors import ConfigError
 
@@ -156,3 +165,66 @@ def test_every_recipe_of_the_repository_loads(repository: Path) -> None:
     assert recipes
     for recipe in recipes:
         assert load_run_config(recipe).model is not None
+
+
+DENSE = ArchitectureConfig(
+    vocab_size=61,
+    hidden_size=32,
+    max_position_embeddings=64,
+    norm=NormConfig(eps=1e-5),
+    tie_embeddings=True,
+    attention=GroupedQueryAttention(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, scale=8**-0.5
+    ),
+    ropes=(RopeConfig(theta=10_000.0, rotary_dim=8),),
+    mlp=MlpConfig(intermediate_size=48),
+    layers=(LayerSpec(), LayerSpec()),
+)
+MOE = MoeConfig(
+    num_experts=8,
+    num_experts_per_token=2,
+    expert_intermediate_size=16,
+    scoring="softmax",
+    normalize_weights=True,
+)
+SPARSE = DENSE.model_copy(update={"moe": MOE})
+
+
+def test_an_override_replaces_one_field_of_an_architecture() -> None:
+    changed = override_architecture(SPARSE, ["moe.num_experts_per_token=4"], where="--set")
+    assert changed.moe is not None
+    assert changed.moe.num_experts_per_token == 4
+    assert override_architecture(changed, ["moe.num_experts_per_token=2"], where="-") == SPARSE
+
+
+def test_a_tree_of_overrides_does_what_single_ones_do() -> None:
+    tree = {"moe": {"aux_loss_coefficient": 0.01, "noise": {"std": 0.1, "decay_steps": 9}}}
+    texts = ["moe.aux_loss_coefficient=0.01", "moe.noise={std: 0.1, decay_steps: 9}"]
+    changed = override_architecture(SPARSE, tree, where="-")
+    assert changed == override_architecture(SPARSE, texts, where="-")
+    assert changed != SPARSE
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("moe.num_experts_pr_token=4", "moe.num_experts_pr_token: unknown key. Did you mean 'num_"),
+        ("num_experts=3", "num_experts: unknown key. Did you mean 'moe.num_experts'?"),
+        ("moe.num_experts_per_token=9", "moe: num_experts_per_token=9 exceeds num_experts=8."),
+        ("moe.num_experts_per_token=x", "moe.num_experts_per_token: must be a whole number, given"),
+        ("attention.num_key_value_heads=3", "attention: num_key_value_heads=3 does not divide num"),
+        ("attention.head_dims=3", "attention.head_dims: unknown key. Did you mean 'head_dim'?"),
+        ("moe", "--set moe: give a key path and a value"),
+    ],
+)
+def test_an_override_is_as_strict_as_the_record(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        override_architecture(SPARSE, [override], where="--set")
+    assert told in str(refused.value)
+    assert str(refused.value).startswith("--set")
+
+
+def test_a_section_that_a_model_does_not_have_is_told_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        override_architecture(DENSE, ["moe.num_experts_per_token=4"], where="--set")
+    assert str(refused.value) == "--set: moe: this architecture has none."

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from herder.observe.events import RouterStats, RunInterrupted
 from herder.observe.expert_map import ExpertMapSink, expert_map
 from herder.observe.sinks import JsonLinesSink
@@ -27,8 +29,9 @@ def stats(step: int, layer: int, *selections: int) -> RouterStats:
     )
 
 
-def cells(svg: str) -> dict[str, float]:
+def cells(svg: str | None) -> dict[str, float]:
     """The area of each colour in the map, as a share of all of it."""
+    assert svg is not None
     areas: dict[str, float] = {}
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         sizes = re.findall(r"h([\d.]+)v([\d.]+)", path.attrib["d"])
@@ -47,6 +50,7 @@ def test_balance_is_one_colour_and_an_expert_that_is_never_chosen_is_black() -> 
 
 def test_layers_are_named_and_so_are_the_first_and_last_step() -> None:
     svg = expert_map([stats(10, 2, 1, 1), stats(10, 7, 1, 1), stats(900, 2, 1, 1)])
+    assert svg is not None
     words = {text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")}
     assert {"layer 2", "layer 7", "step 10", "step 900"} <= words
 
@@ -56,8 +60,15 @@ def test_many_steps_share_columns_and_lose_no_selection() -> None:
     assert cells(svg) == {BALANCED: 1.0}
 
 
-def test_a_step_told_twice_counts_as_it_was_told_last() -> None:
-    svg = expert_map([stats(1, 0, 9, 0), stats(1, 0, 5, 5)])
+def test_columns_stay_few_and_in_order() -> None:
+    svg = expert_map(stats(step, 0, *((4, 4) if step < 2500 else (8, 0))) for step in range(5000))
+    assert svg is not None
+    assert cells(svg)[NEVER] == pytest.approx(0.25, abs=0.01)
+    assert len(svg) < 5000
+
+
+def test_a_step_told_again_after_a_crash_counts_once() -> None:
+    svg = expert_map([stats(1, 0, 5, 5), stats(2, 0, 5, 5), stats(2, 0, 9, 0), stats(3, 0, 5, 5)])
     assert cells(svg) == {BALANCED: 1.0}
 
 

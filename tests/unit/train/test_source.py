@@ -51,6 +51,20 @@ def test_a_key_that_is_not_there_cannot_be_replaced() -> None:
         find(source="smollm2-135m", override={"num_hiden_layers": 2}, initialize="random")
 
 
+def test_fields_of_the_architecture_can_be_replaced_whatever_it_came_from() -> None:
+    changes = {"norm": {"eps": 1e-6}, "initializer_range": 0.01}
+    for origin in ({"config": CONFIG}, {"source": "smollm2-135m"}):
+        before = find(**origin, initialize="random").architecture
+        after = find(**origin, architecture=changes, initialize="random").architecture
+        assert (after.norm.eps, after.initializer_range) == (1e-6, 0.01)
+        assert after.layers == before.layers
+
+
+def test_a_field_that_the_architecture_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model.architecture: norm.epps: unknown key. Did you"):
+        find(config=CONFIG, architecture={"norm": {"epps": 1e-6}}, initialize="random")
+
+
 def test_pretrained_weights_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"has a config but no weights.*initialize=random"):
         find(source="llama-2-7b")

@@ -17,6 +17,7 @@ from herder.errors import RequestError
 from herder.model.attend import Attend, PackedAttend
 from herder.model.attention_spec import AttentionSpec, shares
 from herder.model.kernels import Kernels
+from herder.model.linear import widen
 
 
 class KvCache:
@@ -146,9 +147,9 @@ class _LayerCache(Attend):
         if prefill is not None:
             return prefill.latent(q_nope_TNP, q_rope_TNR, latent_TC, k_rope_TR, up, spec)
         key_NPC, value_NVC = up().tensor_split((q_nope_TNP.shape[-1],), 1)
-        q_TNC = torch.einsum("tnp,npc->tnc", q_nope_TNP, key_NPC)
+        q_TNC = _head_by_head(q_nope_TNP, key_NPC)
         out_TNC = self._over_cached(torch.cat((q_TNC, q_rope_TNR), -1), spec)
-        return torch.einsum("tnc,nvc->tnv", out_TNC, value_NVC)
+        return _head_by_head(out_TNC, value_NVC.mT)
 
     def _over_cached(
         self, q_TNH: Tensor, spec: AttentionSpec, sinks_N: Tensor | None = None
@@ -157,6 +158,12 @@ class _LayerCache(Attend):
         first = spec.first_visible(start)
         keys, values = self.keys_KPH[:, first:end], self.values_KPH[:, first:end]
         return attend_cached(q_TNH, keys, values, spec, sinks_N, start=start, first=first)
+
+
+def _head_by_head(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
+    """[T, N, O]: each head's part of x times a matrix of its own."""
+    wide_x_TNI, wide_weight_NIO = widen(x_TNI, weight_NIO)
+    return torch.bmm(wide_x_TNI.transpose(0, 1), wide_weight_NIO).transpose(0, 1).to(x_TNI.dtype)
 
 
 def attend_cached(
@@ -178,7 +185,8 @@ def attend_cached(
     if num_tokens == 1 and plain and Kernels.take(q_TNH):
         out_NH = Kernels.operators.attend_one(q_TNH[0], keys_KPH, values_KPV, spec.scale)
         return out_NH[None]
-    num_kv_heads, num_keys, _ = keys_KPH.shape
+    dtype, (num_kv_heads, num_keys, _) = q_TNH.dtype, keys_KPH.shape
+    q_TNH, keys_KPH, values_KPV = widen(q_TNH, keys_KPH, values_KPV)
     q_KSH = q_TNH.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     logits_KSP = spec.logits(torch.bmm(q_KSH, keys_KPH.transpose(1, 2)))
     if num_tokens > 1:
@@ -191,5 +199,5 @@ def attend_cached(
     if sinks_N is not None:
         sinks_KS1 = sinks_N.view(num_kv_heads, -1, 1).repeat_interleave(num_tokens, 1)
     shares_KSP = shares(logits_KSP, sinks_KS1).to(values_KPV.dtype)
-    out_KSV = torch.bmm(shares_KSP, values_KPV)
+    out_KSV = torch.bmm(shares_KSP, values_KPV).to(dtype)
     return out_KSV.unflatten(1, (-1, num_tokens)).permute(2, 0, 1, 3).flatten(1, 2)

@@ -56,6 +56,14 @@ def multiplies_bf16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In fp32 where this processor would have to emulate their products in bf16."""
+    first = tensors[0]
+    if first.dtype != torch.bfloat16 or first.device.type != "cpu" or multiplies_bf16():
+        return tensors
+    return tuple(tensor.float() for tensor in tensors)
+
+
 class _WideProduct(Function):
     """bf16 in, bf16 out and kept for the backward pass; fp32 between."""
 

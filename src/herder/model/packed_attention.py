@@ -21,7 +21,7 @@ from torch import Tensor
 
 from herder.model.attention_spec import AttentionSpec, MaskKind
 from herder.model.blockwise_attention import attend_blocks, attend_blocks_backward
-from herder.model.linear import multiplies_bf16
+from herder.model.linear import widen
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -107,14 +107,6 @@ def _sdpa_documents(
     return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In fp32 where this processor would have to emulate bf16 products."""
-    first = tensors[0]
-    if first.dtype != torch.bfloat16 or first.device.type != "cpu" or multiplies_bf16():
-        return tensors
-    return tuple(tensor.float() for tensor in tensors)
-
-
 def _repeat_heads(x_TKH: Tensor, num_heads: int) -> Tensor:
     return x_TKH.repeat_interleave(num_heads // x_TKH.shape[1], dim=1)
 
@@ -176,7 +168,7 @@ def _forward(
     num_heads = q_TNH.shape[1]
     out_TNV = q_TNH.new_empty(*q_TNH.shape[:2], v_TKV.shape[-1])
     logsumexp_TN = q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.float32)
-    q_TNH, k_TKH, v_TKV = _widen(q_TNH, k_TKH, v_TKV)
+    q_TNH, k_TKH, v_TKV = widen(q_TNH, k_TKH, v_TKV)
     k_TNH, v_TNV = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKV, num_heads)
     for tokens, num_documents, length in runs(bounds, spec):
         q, k, v = (_as_batch(x[tokens], num_documents, length) for x in (q_TNH, k_TNH, v_TNV))
@@ -206,7 +198,7 @@ def _backward(
     """Gradients of q_TNH, k_TKH and v_TKV; a sink is already in logsumexp_TN and out_TNV."""
     spec = AttentionSpec(cast("MaskKind", kind), window, scale, logit_softcap)
     dtype, num_heads = q_TNH.dtype, q_TNH.shape[1]
-    grad_TNV, q_TNH, k_TKH, v_TKV, out_TNV = _widen(grad_TNV, q_TNH, k_TKH, v_TKV, out_TNV)
+    grad_TNV, q_TNH, k_TKH, v_TKV, out_TNV = widen(grad_TNV, q_TNH, k_TKH, v_TKV, out_TNV)
     k_TNH, v_TNV = _repeat_heads(k_TKH, num_heads), _repeat_heads(v_TKV, num_heads)
     grads = [x.new_empty(x.shape, dtype=dtype) for x in (q_TNH, k_TNH, v_TNV)]
     saved = (grad_TNV, q_TNH, k_TNH, v_TNV, out_TNV, logsumexp_TN)

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from herder.config.architecture import NormConfig
 from herder.model.norm import RmsNorm, rms
@@ -33,6 +36,26 @@ def test_the_order_of_cast_and_weight_shows_in_bf16():
     assert torch.equal(after(x), normed.bfloat16() * after.weight)
     assert torch.equal(before(x), (normed * before.weight.float()).bfloat16())
     assert not torch.equal(after(x), before(x))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fields"),
+    [
+        (LlamaRMSNorm, {}),
+        (GptOssRMSNorm, {"multiply_in_fp32": True}),
+        (Gemma3RMSNorm, {"weight_offset": 1, "multiply_in_fp32": True}),
+    ],
+)
+def test_bf16_results_are_those_of_transformers_to_the_bit(theirs, fields):
+    layer, oracle = norm(**fields).bfloat16(), theirs(8, eps=1e-3).bfloat16()
+    with torch.no_grad():
+        layer.weight.mul_(0.01)  # beside Gemma's 1, too small for bf16 to keep
+        oracle.weight.copy_(layer.weight)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = oracle(x)
+    assert torch.equal(layer(x), wanted)
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted)
 
 
 def test_only_the_input_and_one_number_a_row_are_kept():

@@ -55,7 +55,16 @@ def test_products_of_few_rows_and_of_many(both, dtype, rows, has_bias):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fields", [{}, {"weight_offset": 1}, {"multiply_in_fp32": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"weight_offset": 1},
+        {"multiply_in_fp32": True},
+        {"weight_offset": 1, "multiply_in_fp32": True},
+    ],
+    ids=str,
+)
 def test_norms_of_rows_and_of_heads(both, dtype, fields):
     layer = RmsNorm(70, NormConfig(eps=1e-3, **fields), device="cpu", dtype=dtype)
     with torch.no_grad():
@@ -88,6 +97,18 @@ def test_the_attention_of_one_token_over_part_of_a_cache(both, dtype, first):
     spec = AttentionSpec("sliding", 15, 0.2)
     q_TNH = numbers(1, 6, 40, dtype=dtype)
     both(lambda: attend_cached(q_TNH, keys, values, spec, start=18, first=first))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("value_dim", [40, 24])
+def test_capped_logits_sinks_and_narrow_values_of_one_token(both, softcap, has_sinks, value_dim):
+    keys = numbers(2, 19, 40, dtype=torch.float32, seed=1)
+    values = keys[..., :value_dim]
+    sinks_N = numbers(6, dtype=torch.float32, seed=3) if has_sinks else None
+    spec = AttentionSpec("full", 0, 0.2, softcap)
+    q_TNH = numbers(1, 6, 40, dtype=torch.float32)
+    both(lambda: attend_cached(q_TNH, keys, values, spec, sinks_N, start=18, first=0))
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -30,6 +30,7 @@ from herder.observe.events import (
 from herder.observe.meters import Stopwatch, Throughput
 from herder.train.device import peak_memory_bytes
 from herder.train.optimizer import set_learning_rate
+from herder.train.routers import RouterWatch, router_noise
 from herder.train.schedule import learning_rate
 from herder.train.state import TrainRun
 from herder.train.step import NonFiniteError, held_out_loss, train_step
@@ -64,13 +65,16 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
     meter = Throughput(
         flops_per_token=run.flops_per_token, peak_flops_per_second=run.peak_flops_per_second
     )
+    routers = RouterWatch()
     whole, tokens, done = Stopwatch(), start.tokens, start.step
     finished, held_out, saved = None, None, None
     with closing(prefetch(run.micro_batches, range(start.step, steps))) as batches:
         while done < steps and stop_signal() is None:
-            finished = _do_step(run, done, batches, meter, bus)
+            finished = _do_step(run, done, batches, meter, routers, bus)
             done, tokens = finished.step, tokens + finished.tokens
             if done == steps or done % config.observe.log_every_steps == 0:
+                for stats in routers.tell(done):
+                    bus.emit(stats)
                 bus.emit(finished)
             if done == steps or done % config.checkpoint.every_steps == 0:
                 saved = _save(run, run.progress(step=done, tokens=tokens), bus)
@@ -93,6 +97,7 @@ def _do_step(
     step: int,
     batches: Iterator[Sequence[MicroBatch]],
     meter: Throughput,
+    routers: RouterWatch,
     bus: Bus,
 ) -> StepFinished:
     """Do step `step`, counted from 0, and say what came of it."""
@@ -101,10 +106,12 @@ def _do_step(
         step, config.schedule, peak=config.optimizer.learning_rate, steps=config.steps
     )
     set_learning_rate(run.optimizer, rate)
+    noise = router_noise(run.decoder.config.moe, seed=config.seed, step=step)
     try:
-        result = train_step(run.decoder, run.optimizer, next(batches), run.settings)
+        result = train_step(run.decoder, run.optimizer, next(batches), run.settings, noise=noise)
     except NonFiniteError as error:
         raise _told_as_incident(run, step + 1, error, bus) from error
+    routers.add(result.routing)
     seconds = watch.seconds()
     meter.add(tokens=run.step_tokens, seconds=seconds)
     return StepFinished(
@@ -118,6 +125,8 @@ def _do_step(
         model_flops_utilization=meter.model_flops_utilization,
         peak_memory_bytes=peak_memory_bytes(run.settings.device),
         seconds_left=meter.seconds_for(config.steps - step - 1),
+        aux_loss=result.aux_loss,
+        z_loss=result.z_loss,
     )
 
 

@@ -20,14 +20,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> AdamW:
-    """Fused AdamW with two groups: matrices decay; norms, biases and sinks (1-D) do not.
+    """Fused AdamW with two groups: matrices decay; norms, sinks (1-D) and biases do not.
 
     Decay of gains and biases does not regularize and costs quality. Source: the grouping of
     Llama-style training code; see arXiv:1706.05350 for why decay of normed weights differs.
     """
-    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            # The biases of a layer's experts are stacked: they have two dims.
+            decays = parameter.ndim >= 2 and not name.endswith(".bias")
+            (matrices if decays else vectors).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

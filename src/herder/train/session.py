@@ -17,6 +17,7 @@ from herder.checkpoint.source import ModelSource
 from herder.config.run import RunConfig
 from herder.observe.console import progress_sinks
 from herder.observe.events import Bus, Notice, RunStarted, Sink
+from herder.observe.expert_map import ExpertMapSink
 from herder.observe.sinks import JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
 from herder.plan.training import TrainingPlan
@@ -31,6 +32,7 @@ EVENTS = "events.jsonl"
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 TENSORBOARD = "tensorboard"
+EXPERT_MAP = "experts.svg"
 
 
 def run_training(
@@ -74,6 +76,7 @@ def _sinks(config: RunConfig, run_directory: Path) -> list[Sink]:
     sinks: list[Sink] = [JsonLinesSink(run_directory / EVENTS)]
     if config.observe.tensorboard and tensorboard_is_installed():
         sinks.append(TensorBoardSink(run_directory / TENSORBOARD))
+    sinks.append(ExpertMapSink(run_directory / EVENTS, run_directory / EXPERT_MAP))
     return sinks + progress_sinks(config.observe.progress, sys.stderr)
 
 

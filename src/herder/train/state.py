@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
 from torch.optim import AdamW
 
 from herder.checkpoint.metadata import ExperimentMeta
@@ -15,6 +16,12 @@ from herder.data.batch import MicroBatch
 from herder.model.decoder import Decoder
 from herder.train.optimizer import optimizer_tensors
 from herder.train.step import StepSettings
+
+
+def saved_buffers(decoder: Decoder) -> dict[str, Tensor]:
+    """Buffers that are state, such as a router's correction_bias, by name."""
+    state = decoder.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in decoder.named_buffers() if name in state}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,9 @@ class TrainRun:
     def tensors(self) -> TrainTensors:
         """All state by name, live."""
         named = list(self.decoder.named_parameters())
+        state = {**dict(named), **saved_buffers(self.decoder)}
         return TrainTensors(
-            model={name: parameter.detach() for name, parameter in named},
+            model={name: tensor.detach() for name, tensor in state.items()},
             optimizer=optimizer_tensors(self.optimizer, named),
         )
 

@@ -19,6 +19,14 @@ from herder.data.batch import MicroBatch
 from herder.model.attend import PackedAttend
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
+from herder.model.routing import RouterNoise, Routing
+from herder.train.routers import (
+    RoutingTotals,
+    StepRouters,
+    routed_layers,
+    routing_of,
+    update_correction_biases,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +34,16 @@ class StepResult:
     """What one step reports."""
 
     loss: float
-    """Mean over the weights of all micro-batches, in nats."""
+    """Cross-entropy alone, mean over the weights of all micro-batches, in nats."""
     gradient_norm: float
     """Of the whole gradient before clipping."""
     weight: float
     """Sum of the weights: tokens with a target."""
+    aux_loss: float | None = None
+    """Load-balancing loss before its coefficient; None for a dense model, like z_loss."""
+    z_loss: float | None = None
+    routing: RoutingTotals | None = None
+    """What routers chose in this step; None for a dense model."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -57,38 +70,64 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[MicroBatch],
     settings: StepSettings,
+    *,
+    noise: RouterNoise | None = None,
 ) -> StepResult:
     """Accumulate gradients over the micro-batches, clip, and update once.
 
     Every micro-batch's summed loss is divided by the weight of all of them, so that a token counts
-    the same wherever it was packed. One transfer from the device: loss and norm together, which
-    must be seen before the update. Raises NonFiniteError instead of updating.
+    the same wherever it was packed; routers add terms of their own. One transfer from the device:
+    losses and norm together, which must be seen before the update. Raises NonFiniteError instead of
+    updating.
     """
     optimizer.zero_grad(set_to_none=True)
     weight = sum(batch.num_loss_tokens for batch in micro_batches)
     assert weight > 0, f"{len(micro_batches)} micro-batches without a single target"
+    num_real_tokens = sum(batch.num_real_tokens for batch in micro_batches)
+    moe = decoder.config.moe if routed_layers(decoder.config) else None
+    routers = None if moe is None else StepRouters(moe, num_real_tokens=num_real_tokens)
     losses = []
-    for batch in micro_batches:
-        loss = summed_loss(decoder, batch, settings) / weight
-        loss.backward()
+    for host_batch in micro_batches:
+        batch = host_batch.to(settings.device)
+        routing = routing_of(decoder.config, batch, noise)
+        loss = summed_loss(decoder, batch, settings, routing) / weight
         losses.append(loss.detach())
-    gradients = _gradients(decoder)
-    norm = get_total_norm(gradients)
-    loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm]).tolist()
-    result = StepResult(loss=loss_value, gradient_norm=norm_value, weight=weight)
+        if routers is not None and routing is not None:
+            loss = loss + routers.add(routing, num_real_tokens=host_batch.num_real_tokens)
+        loss.backward()
+    norm = get_total_norm(_gradients(decoder))
+    numbers = torch.stack([torch.stack(losses).sum(), norm])
+    if routers is not None:
+        numbers = torch.cat([numbers, routers.losses])
+    loss_value, norm_value, *routing_values = numbers.tolist()
+    aux_loss, z_loss = routing_values or (None, None)
+    result = StepResult(
+        loss=loss_value,
+        gradient_norm=norm_value,
+        weight=weight,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        routing=None if routers is None else routers.totals,
+    )
     if not (_is_finite(loss_value) and _is_finite(norm_value)):
         raise NonFiniteError(result)
     if norm_value > settings.clip_norm:
         clip_grads_with_norm_(decoder.parameters(), settings.clip_norm, norm)
     optimizer.step()
+    if result.routing is not None:
+        update_correction_biases(decoder, result.routing)
     return result
 
 
-def summed_loss(decoder: Decoder, batch: MicroBatch, settings: StepSettings) -> Tensor:
-    """The weighted cross-entropy of one micro-batch, summed: a scalar in fp32 on the device."""
-    batch = batch.to(settings.device)
+def summed_loss(
+    decoder: Decoder, batch: MicroBatch, settings: StepSettings, routing: Routing | None
+) -> Tensor:
+    """The weighted cross-entropy of one micro-batch, summed: a scalar in fp32 on the device.
+
+    The batch is on the device already.
+    """
     readout = LossReadout(batch.targets_T, batch.weights_T, chunk_tokens=settings.loss_chunk_tokens)
-    attend = PackedAttend(batch.document_lengths, device=settings.device.type)
+    attend = PackedAttend(batch.document_lengths, device=settings.device.type, routing=routing)
     with _autocast(settings):
         return decoder(
             batch.tokens_T, positions_T=batch.positions_T, attend=attend, readout=readout
@@ -108,8 +147,10 @@ def held_out_loss(
         for batch in micro_batches:
             if is_stopped():
                 return None
-            total += summed_loss(decoder, batch, settings).double().cpu()
             weight += batch.num_loss_tokens
+            batch = batch.to(settings.device)
+            routing = routing_of(decoder.config, batch)
+            total += summed_loss(decoder, batch, settings, routing).double().cpu()
     assert weight > 0, "held-out text without a single target"
     return float(total) / weight, round(weight)
 

@@ -1,6 +1,7 @@
 """A tiny decoder and packed batches of random documents."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from herder.config.architecture import (
     GroupedQueryAttention,
     LayerSpec,
     MlpConfig,
+    MoeConfig,
     NormConfig,
     RopeConfig,
 )
@@ -44,6 +46,29 @@ def build() -> Callable[[], Decoder]:
 
     def make() -> Decoder:
         decoder = build_decoder(ARCHITECTURE)
+        materialize(decoder, device="cpu")
+        initialize_weights(decoder, seed=3)
+        return decoder
+
+    return make
+
+
+@pytest.fixture
+def build_routed() -> Callable[..., Decoder]:
+    """Makes equal decoders whose second layer is routed; arguments are fields of its MoeConfig."""
+
+    def make(**fields: Any) -> Decoder:
+        moe = {
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "expert_intermediate_size": 16,
+            "scoring": "softmax",
+            "normalize_weights": True,
+            **fields,
+        }
+        layers = (LayerSpec(), LayerSpec(feed_forward="routed"))
+        changes = {"moe": MoeConfig.model_validate(moe), "layers": layers, "initializer_range": 0.2}
+        decoder = build_decoder(ARCHITECTURE.model_copy(update=changes))
         materialize(decoder, device="cpu")
         initialize_weights(decoder, seed=3)
         return decoder

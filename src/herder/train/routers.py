@@ -1,0 +1,176 @@
+"""What training does with routers: noise, auxiliary losses, bias updates, and what is told of them.
+
+Owns the routing terms of a step and their sums over micro-batches and steps. How tokens are routed
+is the model's affair, how the numbers are shown the sinks'.
+
+Legend: T tokens, L routed layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from herder.config.architecture import ArchitectureConfig, MoeConfig
+from herder.data.batch import MicroBatch
+from herder.model.decoder import Decoder
+from herder.model.routing import RouterNoise, Routing, load_balancing_loss, z_loss
+from herder.observe.events import RouterStats
+
+_DEAD_AFTER_EVENTS = 5
+_DOMINANT_SHARE = 0.9
+
+
+def routed_layers(config: ArchitectureConfig) -> tuple[int, ...]:
+    """Indices of the layers that have a router; none in a dense model."""
+    layers = enumerate(config.layers)
+    return tuple(index for index, layer in layers if layer.feed_forward == "routed")
+
+
+def router_noise(moe: MoeConfig | None, *, seed: int, step: int) -> RouterNoise | None:
+    """The noise of training step `step`, counted from 0: it decays to none in a straight line."""
+    if moe is None or moe.noise is None or step >= moe.noise.decay_steps:
+        return None
+    return RouterNoise(seed, step, moe.noise.std * (1 - step / moe.noise.decay_steps))
+
+
+def routing_of(
+    config: ArchitectureConfig, batch: MicroBatch, noise: RouterNoise | None = None
+) -> Routing | None:
+    """The routing of a micro-batch on its device; None for a dense model."""
+    if not routed_layers(config):
+        return None
+    tokens = range(batch.first_token, batch.first_token + batch.num_tokens)
+    token_T = torch.arange(tokens.start, tokens.stop, device=batch.real_T.device)
+    return Routing(batch.real_T, token_T, noise)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTotals:
+    """Sums over the real tokens of some micro-batches; tensors are on the model's device."""
+
+    layers: tuple[int, ...]
+    num_tokens: int
+    counts_LE: Tensor
+    """int64: how often each expert was chosen."""
+    entropy_sum_L: Tensor
+
+    def __add__(self, other: RoutingTotals) -> RoutingTotals:
+        return RoutingTotals(
+            self.layers,
+            self.num_tokens + other.num_tokens,
+            self.counts_LE + other.counts_LE,
+            self.entropy_sum_L + other.entropy_sum_L,
+        )
+
+
+class StepRouters:
+    """The routing terms of one step's loss, each micro-batch weighted by its share of real tokens.
+
+    Which tokens share a micro-batch is fixed by the data, and so are the terms: the loss of a
+    micro-batch is not linear in its tokens.
+    """
+
+    def __init__(self, moe: MoeConfig, *, num_real_tokens: int) -> None:
+        self._moe = moe
+        self._num_real_tokens = num_real_tokens
+        self._losses = list[Tensor]()
+        self._totals = list[RoutingTotals]()
+
+    def add(self, routing: Routing, *, num_real_tokens: int) -> Tensor:
+        """What a micro-batch adds to the step's loss. To be called after its forward."""
+        records, moe = routing.records, self._moe
+        share = num_real_tokens / self._num_real_tokens
+        losses = share * torch.stack(
+            [load_balancing_loss(records, moe.num_experts), z_loss(records)]
+        )
+        self._losses.append(losses.detach())
+        told = [records[index] for index in sorted(records)]
+        counts = [each.counts_E for each in told if each.counts_E is not None]
+        self._totals.append(
+            RoutingTotals(
+                layers=tuple(sorted(records)),
+                num_tokens=num_real_tokens,
+                counts_LE=torch.stack(counts),
+                entropy_sum_L=torch.stack([each.entropy_sum for each in told]),
+            )
+        )
+        coefficients = (moe.aux_loss_coefficient, moe.z_loss_coefficient)
+        return (losses * losses.new_tensor(coefficients)).sum()
+
+    @property
+    def losses(self) -> Tensor:
+        """[2]: the step's load-balancing loss and z-loss before their coefficients."""
+        return torch.stack(self._losses).sum(0)
+
+    @property
+    def totals(self) -> RoutingTotals:
+        """The sums over the step's micro-batches."""
+        first, *rest = self._totals
+        return sum(rest, start=first)
+
+
+@torch.no_grad()
+def update_correction_biases(decoder: Decoder, totals: RoutingTotals) -> None:
+    """Move each expert's bias by a fixed amount: up where it was chosen less than the mean.
+
+    Nothing happens where the record has no such bias or a rate of 0. Source: arXiv:2408.15664,
+    algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    moe = decoder.config.moe
+    if moe is None or not moe.correction_bias or not moe.correction_bias_update_rate:
+        return
+    for layer, counts_E in zip(totals.layers, totals.counts_LE.float(), strict=True):
+        bias_E = decoder.layers.get_submodule(f"{layer}.feed_forward.router").correction_bias
+        assert isinstance(bias_E, Tensor), f"layer {layer} has no correction_bias"
+        bias_E += moe.correction_bias_update_rate * torch.sign(counts_E.mean() - counts_E)
+
+
+class RouterWatch:
+    """What routers did since it was last told, over as many steps as that is."""
+
+    def __init__(self) -> None:
+        self._totals: RoutingTotals | None = None
+        self._idle_events = dict[tuple[int, int], int]()
+
+    def add(self, totals: RoutingTotals | None) -> None:
+        """Count one step. Nothing leaves the device."""
+        if totals is not None:
+            self._totals = totals if self._totals is None else self._totals + totals
+
+    def tell(self, step: int) -> list[RouterStats]:
+        """One event a routed layer, then counting starts anew; none for a dense model."""
+        totals, self._totals = self._totals, None
+        if totals is None:
+            return []
+        selections = totals.counts_LE.tolist()
+        entropies = (totals.entropy_sum_L / max(totals.num_tokens, 1)).tolist()
+        told = zip(totals.layers, selections, entropies, strict=True)
+        return [
+            self._stats(step, layer, totals.num_tokens, counts, entropy)
+            for layer, counts, entropy in told
+        ]
+
+    def _stats(
+        self, step: int, layer: int, num_tokens: int, counts: Sequence[int], entropy: float
+    ) -> RouterStats:
+        idle = self._idle_events
+        for expert, count in enumerate(counts):
+            idle[layer, expert] = 0 if count else idle.get((layer, expert), 0) + 1
+        experts = range(len(counts))
+        return RouterStats(
+            step=step,
+            layer=layer,
+            tokens=num_tokens,
+            selections=tuple(counts),
+            imbalance=max(counts) * len(counts) / max(sum(counts), 1),
+            entropy=entropy,
+            max_entropy=math.log(len(counts)),
+            dead=tuple(each for each in experts if idle[layer, each] >= _DEAD_AFTER_EVENTS),
+            dominant=tuple(each for each in experts if counts[each] > _DOMINANT_SHARE * num_tokens),
+            dropped_tokens=0,
+        )

@@ -11,25 +11,33 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from herder.checkpoint.directory import writing
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_metadata import gguf_rules, permuted_heads
 from herder.checkpoint.quantized import QuantizedTensor, logical_tensors, read_values
-from herder.checkpoint.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelSource
+from herder.checkpoint.source import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    SINGLE,
+    TOKENIZER_FILES,
+    ModelSource,
+)
 from herder.checkpoint.stored import StoredTensor, stored_tensors
 from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours
 from herder.errors import CheckpointError, WeightsError
 from herder.families.quantization import read_quantization
 from herder.families.registry import architecture_to_hf, family_named
-from herder.families.weights import WeightRules, listed
+from herder.families.weights import EMBEDDING, WeightRule, WeightRules, hub_shape, listed
 from herder.model.build import build_decoder, tie
 from herder.model.decoder import Decoder
 from herder.units import GB
@@ -43,7 +51,7 @@ def load_decoder(
 ) -> Decoder:
     """The model of a source with its weights, in `dtype` on `device`."""
     decoder = build_decoder(source.architecture, device="meta", dtype=dtype)
-    load_weights(decoder, source, dtype=dtype, device=device)
+    load_weights(decoder, source, device=device)
     return decoder
 
 
@@ -69,10 +77,8 @@ def _stored(source: ModelSource) -> Mapping[str, StoredTensor | QuantizedTensor]
     return logical_tensors(stored_tensors(source.files), quantization, where=source.name)
 
 
-def load_weights(
-    decoder: Decoder, source: ModelSource, *, dtype: torch.dtype, device: str | torch.device
-) -> None:
-    """Fills a decoder, tensor by tensor; parameters on the meta device are replaced by real ones.
+def load_weights(decoder: Decoder, source: ModelSource, *, device: str | torch.device) -> None:
+    """Fills a decoder, tensor by tensor, in its own dtypes; what is on meta is replaced by real.
 
     Raises WeightsError that lists everything missing, unknown, misshapen or of a dtype that cannot
     be read; the decoder is then untouched. Warns where files and config disagree on tying.
@@ -85,40 +91,39 @@ def load_weights(
         num_heads = permuted_heads(read_gguf(source.files[0]), decoder.config)
     elif source.weights == "run":
         rules = rules.of_ours()
-    wanted = _checked(decoder, stored, rules, source.name)
+    live = decoder.state_dict(keep_vars=True)
+    wanted = _checked(live, stored, rules, source.name)
     with torch.no_grad():
-        for theirs, ours in wanted.items():
-            tensor = read_values(stored[theirs], dtype).to(device)
-            part = theirs.split(".")[-2]
-            if part in num_heads:
-                tensor = halves_from_neighbours(tensor, num_heads=num_heads[part])
-            live = decoder.get_parameter(ours)
-            if live.is_meta:
-                _replace(decoder, ours, tensor, requires_grad=live.requires_grad)
-            else:
-                live.copy_(tensor)
+        for theirs, parts in wanted.items():
+            tensor = read_values(stored[theirs], live[parts[0].ours].dtype).to(device)
+            name = theirs.split(".")[-2]
+            if name in num_heads:
+                tensor = halves_from_neighbours(tensor, num_heads=num_heads[name])
+            for part in parts:
+                live[part.ours] = _place(decoder, live[part.ours], part, tensor)
     tie(decoder)
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
 
 
 def _checked(
-    decoder: Decoder,
+    live: Mapping[str, Tensor],
     stored: Mapping[str, StoredTensor | QuantizedTensor],
     rules: WeightRules,
     name: str,
-) -> dict[str, str]:
-    """Their name -> our name of what is to be loaded, once all of it fits."""
+) -> Mapping[str, tuple[WeightRule, ...]]:
+    """What is to be loaded, by their names, once all of it fits."""
     problems: list[str] = []
     try:
         wanted = rules.to_ours(stored, where=name)
     except WeightsError as error:
         problems.append(str(error))
-        wanted = {theirs: ours for theirs, ours in rules.pairs().items() if theirs in stored}
+        wanted = {hub: parts for hub, parts in rules.by_hub_name().items() if hub in stored}
+    shapes = {ours: tuple(tensor.shape) for ours, tensor in live.items()}
     misshapen = [
-        f"{theirs} is {list(stored[theirs].shape)}, the architecture needs {list(shape)}"
-        for theirs, ours in wanted.items()
-        if stored[theirs].shape != (shape := tuple(decoder.get_parameter(ours).shape))
+        f"{hub} is {list(stored[hub].shape)}, the architecture needs {list(shape)}"
+        for hub, parts in wanted.items()
+        if stored[hub].shape != (shape := hub_shape(parts, shapes))
     ]
     if misshapen:
         lines = listed(misshapen, separator="\n  ")
@@ -128,10 +133,21 @@ def _checked(
     return wanted
 
 
-def _replace(decoder: Decoder, name: str, tensor: Tensor, *, requires_grad: bool) -> None:
-    module, leaf = name.rsplit(".", 1)
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    setattr(decoder.get_submodule(module), leaf, parameter)
+def _place(decoder: Decoder, live: Tensor, part: WeightRule, tensor: Tensor) -> Tensor:
+    """Puts one part of a stored tensor where it belongs, and gives what then is live there.
+
+    What is on the meta device gets memory: the stored tensor's own where that is all of it.
+    """
+    if live.is_meta:
+        module, leaf = part.ours.rsplit(".", 1)
+        own = tensor if part.is_whole else torch.empty_like(live, device=tensor.device)
+        is_parameter = isinstance(live, nn.Parameter)
+        live = nn.Parameter(own, requires_grad=live.requires_grad) if is_parameter else own
+        setattr(decoder.get_submodule(module), leaf, live)
+        if part.is_whole:
+            return live
+    (live if part.expert is None else live[part.expert]).copy_(part.part_of(tensor))
+    return live
 
 
 def save_huggingface(
@@ -151,17 +167,65 @@ def save_huggingface(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already and is not empty. Name another folder.")
     config = architecture_to_hf(decoder.config, family=family)
-    live = dict(decoder.named_parameters())
-    names = family_named(family).weight_rules(decoder.config).to_hub(live, where=f"saving {family}")
-    state: dict[str, Tensor] = {hub: live[ours].detach() for ours, hub in names.items()}
-    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    with writing(folder, num_bytes=sum(tensor.nbytes for tensor in state.values())) as fresh:
+    live = decoder.state_dict(keep_vars=True)
+    rules = family_named(family).weight_rules(decoder.config)
+    wanted = rules.to_hub(live, where=f"saving {family}")
+    config["dtype"] = str(live[EMBEDDING].dtype).removeprefix("torch.")
+    with writing(folder, num_bytes=sum(tensor.nbytes for tensor in live.values())) as fresh:
         if like is not None:
             config |= _write_what_goes_along(fresh, like)
         _write_json(fresh / CONFIG, config)
-        save_torch_state_dict(state, fresh, max_shard_size=shard_bytes, metadata={"format": "pt"})
-        for path in fresh.glob("*.safetensors"):
-            path.chmod(0o644)
+        with torch.no_grad():
+            _write_weights(fresh, wanted, live, shard_bytes)
+
+
+def _write_weights(
+    folder: Path,
+    wanted: Mapping[str, tuple[WeightRule, ...]],
+    live: Mapping[str, Tensor],
+    shard_bytes: int,
+) -> None:
+    """One file, or several with an index; only one file's tensors are put together at a time."""
+    shapes = {ours: tuple(tensor.shape) for ours, tensor in live.items()}
+    files: list[list[str]] = []
+    room = 0
+    for hub, parts in wanted.items():
+        num_bytes = prod(hub_shape(parts, shapes)) * live[parts[0].ours].element_size()
+        if num_bytes > room:
+            files.append([])
+            room = shard_bytes
+        files[-1].append(hub)
+        room -= num_bytes
+    of_many = f"-of-{len(files):05}.safetensors"
+    names = [f"model-{n:05}{of_many}" for n in range(1, len(files) + 1)]
+    total_size = 0
+    for name, hubs in zip(names if len(files) > 1 else [SINGLE], files, strict=True):
+        tensors = {hub: _hub_tensor(wanted[hub], live, shapes) for hub in hubs}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        weight_map = {hub: name for name, hubs in zip(names, files, strict=True) for hub in hubs}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        _write_json(folder / INDEX, index)
+
+
+def _hub_tensor(
+    parts: Sequence[WeightRule], live: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> Tensor:
+    """The hub's tensor out of the parts of ours it holds; a copy only where it is not one of ours.
+
+    A router, which is kept in fp32, is written in the model's dtype where that loses nothing.
+    """
+    first, ours = parts[0], live[parts[0].ours]
+    tensor = ours.detach() if first.expert is None else ours.detach()[first.expert]
+    if first.transposed or first.outputs is not None:
+        tensor = torch.empty(hub_shape(parts, shapes), dtype=ours.dtype, device=ours.device)
+        for part in parts:
+            part.part_of(tensor).copy_(live[part.ours])
+    narrow = tensor.to(live[EMBEDDING].dtype)
+    is_lossless = isinstance(ours, nn.Parameter) and torch.equal(narrow.to(tensor.dtype), tensor)
+    return narrow if is_lossless else tensor
 
 
 def _write_what_goes_along(folder: Path, like: ModelSource) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""What dense decoders of the Llama shape have in common: their keys and their weight names.
+"""What decoders of the Llama shape have in common: their keys and their weight names.
 
 Owns the shared part only; biases, windows and norms that set families apart stay in their files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from herder.config.architecture import (
     Activation,
@@ -14,10 +15,10 @@ from herder.config.architecture import (
     GroupedQueryAttention,
     LayerSpec,
     MlpConfig,
-    NormConfig,
+    RopeConfig,
 )
 from herder.families.reading import ConfigReader
-from herder.families.rope import read_rope, write_rope
+from herder.families.rope import THETA, read_rope, write_rope
 from herder.families.weights import EMBEDDING, HEAD, WeightRule, WeightRules
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -57,6 +58,11 @@ IGNORABLE_TENSORS = (
 """Tables that old versions saved and that are computed from the config."""
 _QKV = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _MLP = ("gate", "up", "down")
+NORMS = (
+    ("input_layernorm", "attention_norm", False),
+    ("post_attention_layernorm", "feed_forward_norm", False),
+)
+"""A layer's norms by hub name, and no biases."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class ClassDefaults:
     """None: as many as query heads."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
+    rope_theta: float = THETA
+    tie_word_embeddings: bool = False
 
 
 def read_dense(
@@ -76,79 +84,149 @@ def read_dense(
     defaults: ClassDefaults,
     *,
     layers: tuple[LayerSpec, ...],
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: Literal["none", "head"] = "none",
+    attention: Mapping[str, Any] | None = None,
+    rope: Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> ArchitectureConfig:
     """The architecture of the shared keys and of what the family read before.
 
-    Sizes that no published file leaves out must be there. Raises what `reader.finish` raises.
+    Sizes that no published file leaves out must be there. attention: fields of its record that the
+    family knows; rope: arguments of `read_rope`; others: those of `read_shared`. Raises what
+    `reader.finish` raises.
     """
-    hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.optional_integer("num_key_value_heads", defaults.num_key_value_heads)
-    head_dim = reader.optional_integer("head_dim", defaults.head_dim)
-    if head_dim is None:
-        if hidden_size % num_heads and not reader.problems:
-            reader.problem(
-                f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}, and "
-                "there is no head_dim"
-            )
-        head_dim = max(hidden_size // num_heads, 1)
-    longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings)
-    keys = {
-        "vocab_size": reader.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "max_position_embeddings": longest,
-        "norm": NormConfig(eps=reader.number("rms_norm_eps", defaults.rms_norm_eps)),
-        "tie_embeddings": reader.boolean("tie_word_embeddings", False),
-        "ropes": (read_rope(reader, head_dim=head_dim, max_position_embeddings=longest),),
-        "initializer_range": reader.number("initializer_range", 0.02),
-    }
-    mlp = MlpConfig(
-        intermediate_size=reader.integer("intermediate_size"),
-        activation=reader.choice("hidden_act", _ACTIVATIONS, "silu"),
-        bias=mlp_bias,
+    head_dim = read_head_dim(reader, defaults)
+    shared = read_shared(
+        reader, defaults, layers=layers, rope={"head_dim": head_dim, **(rope or {})}, **others
     )
     reader.finish()
-    attention = GroupedQueryAttention(
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_norm=qk_norm,
-        scale=head_dim**-0.5,
+    grouped = {
+        "kind": "grouped_query",
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads if num_kv_heads is None else num_kv_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    return ArchitectureConfig.model_validate(
+        {**shared, "attention": {**grouped, **(attention or {})}}
     )
-    return ArchitectureConfig(**keys, attention=attention, mlp=mlp, layers=layers)
+
+
+def read_head_dim(reader: ConfigReader, defaults: ClassDefaults) -> int:
+    """head_dim, or what its absence or null means."""
+    hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    head_dim = reader.optional_integer("head_dim", defaults.head_dim)
+    if head_dim is not None:
+        return head_dim
+    if hidden_size % num_heads and not reader.problems:
+        reader.problem(
+            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}, and "
+            "there is no head_dim"
+        )
+    return max(hidden_size // num_heads, 1)
+
+
+def read_shared(
+    reader: ConfigReader,
+    defaults: ClassDefaults,
+    *,
+    layers: tuple[LayerSpec, ...],
+    rope: Mapping[str, Any],
+    ropes: tuple[RopeConfig, ...] | None = None,
+    norm: Mapping[str, Any] | None = None,
+    moe: Mapping[str, Any] | None = None,
+    mlp_bias: bool = False,
+    mlp_key: str = "intermediate_size",
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+    **fields: Any,
+) -> dict[str, Any]:
+    """Fields of the architecture that all families have; to be made a record once all is read.
+
+    rope: arguments of `read_rope`, unless the family read its `ropes` itself. norm, moe: fields of
+    those records. mlp_key: the width of dense layers, read where there are any. fields: the rest.
+    """
+    longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings)
+    given: dict[str, Any] = {
+        "max_position_embeddings": longest,
+        "theta": defaults.rope_theta,
+        **rope,
+    }
+    ties = defaults.tie_word_embeddings
+    shared: dict[str, Any] = {
+        "vocab_size": reader.integer("vocab_size"),
+        "hidden_size": reader.integer("hidden_size"),
+        "max_position_embeddings": longest,
+        "norm": {"eps": reader.number("rms_norm_eps", defaults.rms_norm_eps), **(norm or {})},
+        "tie_embeddings": reader.boolean("tie_word_embeddings", ties),
+        "ropes": ropes or (read_rope(reader, **given),),
+        "initializer_range": reader.number("initializer_range", 0.02),
+        "layers": layers,
+        "mlp": None,
+        "moe": moe,
+    }
+    kind = read_activation(reader, activation_key, activation)
+    if any(layer.feed_forward == "dense" for layer in layers):
+        width = reader.integer(mlp_key)
+        mlp = {"intermediate_size": width, "activation": kind, "bias": mlp_bias}
+        shared["mlp"] = mlp
+    reader.ignore(mlp_key)
+    return {**shared, **fields}
+
+
+def read_activation(
+    reader: ConfigReader, key: str = "hidden_act", default: str = "silu"
+) -> Activation:
+    """The nonlinearity of the feed-forward."""
+    return reader.choice(key, _ACTIVATIONS, default)
+
+
+def with_feed_forwards(
+    layers: Iterable[LayerSpec], *, routed: Container[int]
+) -> tuple[LayerSpec, ...]:
+    """The layers with experts in those that are named."""
+    return tuple(
+        layer.model_copy(update={"feed_forward": "routed" if index in routed else "dense"})
+        for index, layer in enumerate(layers)
+    )
 
 
 def grouped_attention_of(architecture: ArchitectureConfig) -> GroupedQueryAttention:
-    """The attention of a dense family's model."""
+    """The attention of a family without latent attention."""
     attention = architecture.attention
-    assert isinstance(attention, GroupedQueryAttention), "dense families have no latent attention"
+    assert isinstance(attention, GroupedQueryAttention), "this family has no latent attention"
     return attention
 
 
 def mlp_of(architecture: ArchitectureConfig) -> MlpConfig:
-    """The feed-forward of a dense family's model."""
-    assert architecture.mlp is not None, "dense families have a feed-forward of their own"
+    """The feed-forward of a family that has no routed layers."""
+    assert architecture.mlp is not None, "this family's layers are dense"
     return architecture.mlp
 
 
-def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """The shared keys of a config.json."""
-    attention, mlp = grouped_attention_of(architecture), mlp_of(architecture)
+def layers_with(architecture: ArchitectureConfig, feed_forward: str) -> tuple[int, ...]:
+    """Indices of the dense or of the routed layers."""
+    kinds = [layer.feed_forward for layer in architecture.layers]
+    return tuple(index for index, kind in enumerate(kinds) if kind == feed_forward)
+
+
+def write_shared(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """The keys that every family has."""
+    feed_forward = architecture.mlp or architecture.moe
+    assert feed_forward is not None, "every architecture has feed-forwards"
+    widths = (
+        {}
+        if architecture.mlp is None
+        else {"intermediate_size": architecture.mlp.intermediate_size}
+    )
     return {
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
+        **widths,
         "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": attention.num_attention_heads,
-        "num_key_value_heads": attention.num_key_value_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": _HF_ACTIVATIONS.get(mlp.activation, mlp.activation),
+        "num_attention_heads": architecture.attention.num_attention_heads,
+        "hidden_act": _HF_ACTIVATIONS.get(feed_forward.activation, feed_forward.activation),
         "max_position_embeddings": architecture.max_position_embeddings,
         "initializer_range": architecture.initializer_range,
         "rms_norm_eps": architecture.norm.eps,
@@ -157,32 +235,77 @@ def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def dense_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names of a dense decoder: which biases and norms exist is read off the record."""
-    attention, mlp = grouped_attention_of(architecture), mlp_of(architecture)
-    linears = [
-        *((f"self_attn.{hub}", f"attention.{ours}", attention.qkv_bias) for hub, ours in _QKV),
-        ("self_attn.o_proj", "attention.output", attention.output_bias),
-        *(
-            (f"mlp.{each}_proj", f"feed_forward.{each}", mlp.bias)
-            for each in ("gate", "up", "down")
-        ),
-        ("input_layernorm", "attention_norm", False),
-        ("post_attention_layernorm", "feed_forward_norm", False),
-    ]
-    if attention.qk_norm == "head":
-        linears += [
-            ("self_attn.q_norm", "attention.query_norm", False),
-            ("self_attn.k_norm", "attention.key_norm", False),
-        ]
-    in_layers = [
-        WeightRule(f"model.layers.{{layer}}.{hub}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
+def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """The shared keys of a config.json with grouped attention."""
+    attention = grouped_attention_of(architecture)
+    return {
+        **write_shared(architecture),
+        "num_key_value_heads": attention.num_key_value_heads,
+        "head_dim": attention.head_dim,
+    }
+
+
+Linear = tuple[str, str, bool]
+"""A module of a layer: its name in the hub, ours, and whether it has a bias."""
+
+
+def in_layers(
+    linears: Iterable[Linear], *, layers: tuple[int, ...] | None = None
+) -> tuple[WeightRule, ...]:
+    """The weights and biases of modules that these layers have."""
+    return tuple(
+        WeightRule(
+            f"model.layers.{{layer}}.{hub}.{kind}", f"layers.{{layer}}.{ours}.{kind}", layers
+        )
         for hub, ours, has_bias in linears
         for kind in (("weight", "bias") if has_bias else ("weight",))
-    ]
+    )
+
+
+def gated(hub: str, ours: str, *, bias: bool = False) -> list[Linear]:
+    """gate, up and down of one feed-forward."""
+    return [(f"{hub}.{each}_proj", f"{ours}.{each}", bias) for each in _MLP]
+
+
+def attention_rules(architecture: ArchitectureConfig) -> tuple[WeightRule, ...]:
+    """Projections and norms of grouped attention: which exist is read off the record."""
+    attention = grouped_attention_of(architecture)
+    linears = [(f"self_attn.{hub}", f"attention.{ours}", attention.qkv_bias) for hub, ours in _QKV]
+    linears.append(("self_attn.o_proj", "attention.output", attention.output_bias))
+    if attention.qk_norm in ("head", "projection"):
+        linears.append(("self_attn.q_norm", "attention.query_norm", False))
+        linears.append(("self_attn.k_norm", "attention.key_norm", False))
+    return in_layers(linears)
+
+
+def mlp_rules(architecture: ArchitectureConfig, block: str = "mlp") -> tuple[WeightRule, ...]:
+    """Feed-forwards of the dense layers, where there are any."""
+    if architecture.mlp is None:
+        return ()
+    linears = gated(block, "feed_forward", bias=architecture.mlp.bias)
+    return in_layers(linears, layers=layers_with(architecture, "dense"))
+
+
+def rules_of(
+    architecture: ArchitectureConfig,
+    *in_layers: WeightRule,
+    ignorable: tuple[str, ...] = IGNORABLE_TENSORS,
+) -> WeightRules:
+    """All rules: embedding, head and final norm beside those of layers."""
     return WeightRules(
         rules=(*_RULES, *in_layers),
         num_layers=architecture.num_layers,
         tied=architecture.tie_embeddings,
-        ignorable=IGNORABLE_TENSORS,
+        num_experts=0 if architecture.moe is None else architecture.moe.num_experts,
+        ignorable=ignorable,
+    )
+
+
+def dense_rules(architecture: ArchitectureConfig) -> WeightRules:
+    """Weight names of a dense decoder."""
+    return rules_of(
+        architecture,
+        *attention_rules(architecture),
+        *mlp_rules(architecture),
+        *in_layers(NORMS),
     )

@@ -42,8 +42,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
         reader,
         DEFAULTS,
         layers=(LayerSpec(),) * reader.integer("num_hidden_layers"),
-        qkv_bias=has_attention_bias,
-        output_bias=has_attention_bias,
+        attention={"qkv_bias": has_attention_bias, "output_bias": has_attention_bias},
         mlp_bias=reader.boolean("mlp_bias", False),
     )
 

@@ -1,6 +1,8 @@
-"""Mistral 7B and Nemo: no biases, one sliding window for all layers, heads of any width.
+"""Mistral 7B and Nemo, Ministral and Mixtral: no biases, heads of any width, sliding windows.
 
-An absent sliding_window means 4,096 keys (v0.1), null means none (v0.2 and later, Nemo).
+An absent sliding_window means 4,096 keys in Mistral and Ministral (v0.1), null means none (v0.2 and
+later, Nemo); in Mixtral absence means none. With layer_types a Mistral is a Ministral. Ministral 3
+has no window, and raises the temperature of queries past the original one.
 """
 
 from __future__ import annotations
@@ -8,49 +10,176 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from herder.config.architecture import ArchitectureConfig, LayerSpec
-from herder.families.dense import TINY, ClassDefaults, dense_rules, read_dense, write_dense
+from herder.config.architecture import ArchitectureConfig
+from herder.families.dense import (
+    NORMS,
+    TINY,
+    ClassDefaults,
+    attention_rules,
+    dense_rules,
+    grouped_attention_of,
+    in_layers,
+    read_dense,
+    rules_of,
+    with_feed_forwards,
+    write_dense,
+)
 from herder.families.family import Family
+from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
+from herder.families.routed import expert_rules, read_experts, write_experts
+from herder.families.weights import WeightRules
 
-DEFAULTS = ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
+MISTRAL_DEFAULTS = ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
+MINISTRAL3_DEFAULTS = ClassDefaults(
+    max_position_embeddings=262_144, rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128
+)
+MIXTRAL_DEFAULTS = ClassDefaults(
+    max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8, rope_theta=1e6
+)
 WINDOW = 4096
-"""Source: transformers 5.24, MistralConfig."""
+"""Source: transformers 5.24, MistralConfig, MinistralConfig, Ministral3Config, MixtralConfig."""
+
+_BETA = "llama_4_scaling_beta"
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
-    """The architecture of a MistralForCausalLM."""
+def mistral_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a MistralForCausalLM or MinistralForCausalLM."""
     reader = ConfigReader(config, where=where)
-    window = reader.optional_integer("sliding_window", WINDOW)
     reader.neutral("attention_bias", False)
-    if "layer_types" in config:
-        reader.ignore("layer_types")
-        reader.problem(
-            "layer_types makes this a Ministral (transformers reads it as one), "
-            "and that family is not supported"
-        )
-    layer = LayerSpec() if window is None else LayerSpec(attention="sliding", window=window)
-    return read_dense(reader, DEFAULTS, layers=(layer,) * reader.integer("num_hidden_layers"))
+    window = reader.optional_integer("sliding_window", WINDOW)
+    default = [True] * reader.integer("num_hidden_layers")
+    layers = read_layers(reader, default, window=window)
+    return read_dense(reader, MISTRAL_DEFAULTS, layers=layers)
 
 
-def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+def mistral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; the window is always written, for its absence would mean 4,096."""
-    return {**write_dense(architecture), "sliding_window": architecture.layers[0].window}
+    mixed = {"layer_types": layer_types(architecture)} if len({*architecture.layers}) > 1 else {}
+    window = window_of(architecture.layers)
+    return {**write_dense(architecture), "sliding_window": window, **mixed}
 
+
+def ministral3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a Ministral3ForCausalLM."""
+    reader = ConfigReader(config, where=where)
+    layers = equal_layers(reader, reader.optional_integer("sliding_window"))
+    section = reader.optional_section("rope_parameters") or reader.optional_section("rope_scaling")
+    if section is None:
+        reader.problem("rope_parameters is missing: it holds the scaling and llama_4_scaling_beta")
+        section = reader
+    section.ignore("max_position_embeddings")
+    temperature = {
+        "scale": section.number(_BETA),
+        "floor_tokens": section.integer("original_max_position_embeddings"),
+        "position_offset": 0,
+    }
+    hot = tuple(layer.model_copy(update={"temperature": True}) for layer in layers)
+    attention = {"temperature": temperature}
+    return read_dense(reader, MINISTRAL3_DEFAULTS, layers=hot, attention=attention)
+
+
+def ministral3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json; scaling and temperature share a section."""
+    keys = write_dense(architecture)
+    temperature = grouped_attention_of(architecture).temperature
+    assert temperature is not None, "Ministral 3 has a query temperature"
+    section = {"rope_type": "default", **(keys.pop("rope_scaling") or {})}
+    section |= {
+        "rope_theta": keys.pop("rope_theta"),
+        "original_max_position_embeddings": temperature.floor_tokens,
+        _BETA: temperature.scale,
+    }
+    return {
+        **keys,
+        "rope_parameters": section,
+        "sliding_window": window_of(architecture.layers),
+    }
+
+
+def mixtral_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a MixtralForCausalLM."""
+    reader = ConfigReader(config, where=where)
+    # Noise on the inputs of the router in transformers' training.
+    reader.ignore("router_jitter_noise")
+    layers = equal_layers(reader, reader.optional_integer("sliding_window"))
+    moe = read_experts(
+        reader,
+        width_key="intermediate_size",
+        aux_loss=0.001,
+        scoring="softmax",
+        normalize_weights=True,
+    )
+    routed = with_feed_forwards(layers, routed=range(len(layers)))
+    return read_dense(reader, MIXTRAL_DEFAULTS, layers=routed, moe=moe)
+
+
+def mixtral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    return {
+        **write_dense(architecture),
+        **write_experts(architecture, count_key="num_local_experts", width_key="intermediate_size"),
+        "sliding_window": window_of(architecture.layers),
+    }
+
+
+def mixtral_rules(architecture: ArchitectureConfig) -> WeightRules:
+    """Weight names."""
+    experts = expert_rules(architecture, block="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return rules_of(architecture, *attention_rules(architecture), *experts, *in_layers(NORMS))
+
+
+_TINY = {**TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
 
 FAMILIES = (
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
-        from_hf=from_hf,
-        to_hf=to_hf,
+        from_hf=mistral_from_hf,
+        to_hf=mistral_to_hf,
+        weight_rules=dense_rules,
+        tiny={**_TINY, "sliding_window": 8},
+    ),
+    Family(
+        name="ministral",
+        architectures=("MinistralForCausalLM",),
+        from_hf=mistral_from_hf,
+        to_hf=mistral_to_hf,
         weight_rules=dense_rules,
         tiny={
-            **TINY,
-            "hidden_size": 40,
-            "intermediate_size": 88,
-            "head_dim": 16,
+            **_TINY,
             "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
+    ),
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        from_hf=ministral3_from_hf,
+        to_hf=ministral3_to_hf,
+        weight_rules=dense_rules,
+        tiny={
+            **{key: value for key, value in _TINY.items() if key != "rope_theta"},
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 128,
+                "beta_fast": 1.5,
+                "beta_slow": 0.25,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                _BETA: 0.3,
+            },
+        },
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        from_hf=mixtral_from_hf,
+        to_hf=mixtral_to_hf,
+        weight_rules=mixtral_rules,
+        tiny={**_TINY, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
 )

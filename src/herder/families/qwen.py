@@ -1,91 +1,145 @@
-"""Qwen 2, 2.5 and 3, dense.
+"""Qwen 2, 2.5 and 3, dense and with experts (Qwen1.5-MoE is a Qwen2-MoE).
 
 Qwen 2 has biases on q, k and v, never on o. Qwen 3 norms each head of q and k before rope, has
-heads of 128 unless told otherwise, and biases only where attention_bias says so, then on o too. In
-both, a window is active only with use_sliding_window, and only from layer max_window_layers on.
+heads of 128 unless told otherwise, and biases only where attention_bias says so, then on o too. A
+window is active only with use_sliding_window: from layer max_window_layers on where layers are
+dense, on even layers below it in Qwen2-MoE, on all layers in Qwen3-MoE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.families.dense import (
+    NORMS,
     TINY,
     ClassDefaults,
+    attention_rules,
     dense_rules,
     grouped_attention_of,
+    in_layers,
+    layers_with,
+    mlp_rules,
     read_dense,
+    rules_of,
+    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
+from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
+from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
+from herder.families.weights import WeightRules
 
-QWEN2_DEFAULTS = ClassDefaults(max_position_embeddings=32_768)
+DEFAULTS = ClassDefaults(max_position_embeddings=32_768)
 QWEN3_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, head_dim=128)
+QWEN2_MOE_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=16)
+QWEN3_MOE_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=4)
 WINDOW = 4096
 FIRST_WINDOW_LAYER = 28
-"""Source: transformers 5.24, Qwen2Config and Qwen3Config."""
+"""Source: transformers 5.24, Qwen2Config, Qwen3Config, Qwen2MoeConfig and Qwen3MoeConfig."""
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SHARED_WIDTH = "shared_expert_intermediate_size"
 
 
 def qwen2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a Qwen2ForCausalLM."""
     reader = ConfigReader(config, where=where)
-    return read_dense(reader, QWEN2_DEFAULTS, layers=_read_layers(reader), qkv_bias=True)
+    return read_dense(reader, DEFAULTS, layers=_read_layers(reader), attention={"qkv_bias": True})
 
 
 def qwen3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a Qwen3ForCausalLM."""
     reader = ConfigReader(config, where=where)
-    has_bias = reader.boolean("attention_bias", False)
+    attention = _read_qwen3_attention(reader)
+    return read_dense(reader, QWEN3_DEFAULTS, layers=_read_layers(reader), attention=attention)
+
+
+def qwen2_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a Qwen2MoeForCausalLM."""
+    reader = ConfigReader(config, where=where)
+    layers = _read_layers(reader, lambda index, limit: index % 2 == 0 and index < limit)
+    moe = _read_moe(
+        reader,
+        shared_expert_intermediate_size=reader.integer(_SHARED_WIDTH),
+        shared_expert_gate=True,
+    )
     return read_dense(
         reader,
-        QWEN3_DEFAULTS,
-        layers=_read_layers(reader),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        qk_norm="head",
+        QWEN2_MOE_DEFAULTS,
+        layers=_read_routed(reader, layers),
+        attention={"qkv_bias": reader.boolean("qkv_bias", True)},
+        moe=moe,
     )
 
 
-def _read_layers(reader: ConfigReader) -> tuple[LayerSpec, ...]:
-    """Full or sliding attention by layer: layer_types where given, else the window rule."""
-    num_layers = reader.integer("num_hidden_layers")
-    uses_window = reader.boolean("use_sliding_window", False)
-    window = reader.optional_integer("sliding_window", WINDOW)
-    first = reader.integer("max_window_layers", FIRST_WINDOW_LAYER, minimum=0)
+def qwen3_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a Qwen3MoeForCausalLM; absent heads are hidden_size / heads wide."""
+    reader = ConfigReader(config, where=where)
+    reader.ignore("max_window_layers")
+    layers = equal_layers(reader, _read_window(reader))
+    return read_dense(
+        reader,
+        QWEN3_MOE_DEFAULTS,
+        layers=_read_routed(reader, layers),
+        attention=_read_qwen3_attention(reader),
+        moe=_read_moe(reader),
+    )
+
+
+def _read_qwen3_attention(reader: ConfigReader) -> dict[str, Any]:
+    has_bias = reader.boolean("attention_bias", False)
+    return {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": "head"}
+
+
+def _read_window(reader: ConfigReader) -> int | None:
+    """The window that layers may have: none unless it is switched on; 0 is none too."""
     reader.neutral("use_mrope", False)
-    types = reader.optional_texts("layer_types")
-    if types is None:
-        slides = uses_window and window is not None
-        types = [_SLIDING if slides and index >= first else _FULL for index in range(num_layers)]
-    if len(types) != num_layers:
-        reader.problem(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
-    unknown = sorted({kind for kind in types if kind not in (_FULL, _SLIDING)})
-    if unknown:
-        reader.problem(f"layer_types has {', '.join(unknown)}; known: {_FULL}, {_SLIDING}")
-    if _SLIDING in types and (window is None or not uses_window):
-        reader.problem(
-            f"layer_types has {_SLIDING}, but use_sliding_window={str(uses_window).lower()} and "
-            f"sliding_window={window}: there is no window to slide"
-        )
-    sliding = LayerSpec() if window is None else LayerSpec(attention="sliding", window=window)
-    return tuple(sliding if kind == _SLIDING else LayerSpec() for kind in types)
+    is_on = reader.boolean("use_sliding_window", False)
+    window = reader.optional_integer("sliding_window", WINDOW, minimum=0)
+    return window if is_on and window != 0 else None
+
+
+def _from_limit_on(index: int, limit: int) -> bool:
+    return index >= limit
+
+
+def _read_layers(
+    reader: ConfigReader, slides: Callable[[int, int], bool] = _from_limit_on
+) -> tuple[LayerSpec, ...]:
+    """slides: whether a layer does, by its index and max_window_layers."""
+    limit = reader.integer("max_window_layers", FIRST_WINDOW_LAYER, minimum=0)
+    default = [slides(index, limit) for index in range(reader.integer("num_hidden_layers"))]
+    return read_layers(reader, default, window=_read_window(reader))
+
+
+def _read_routed(reader: ConfigReader, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Each decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
+    step = reader.integer("decoder_sparse_step", 1)
+    dense = reader.optional_integers("mlp_only_layers") or []
+    routed = {index for index in range(step - 1, len(layers), step) if index not in dense}
+    return with_feed_forwards(layers, routed=routed)
+
+
+def _read_moe(reader: ConfigReader, **shared: Any) -> dict[str, Any]:
+    normalizes = reader.boolean("norm_topk_prob", False)
+    return read_experts(
+        reader, aux_loss=0.001, scoring="softmax", normalize_weights=normalizes, **shared
+    )
 
 
 def qwen2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json: layer_types say it all, max_window_layers repeats them if it can."""
+    window = window_of(architecture.layers)
     slides = [layer.attention == "sliding" for layer in architecture.layers]
-    windows = [layer.window for layer in architecture.layers if layer.window is not None]
     return {
         **write_dense(architecture),
-        "use_sliding_window": any(slides),
-        "sliding_window": windows[0] if windows else None,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
         "max_window_layers": slides.index(True) if any(slides) else architecture.num_layers,
-        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
+        "layer_types": layer_types(architecture),
     }
 
 
@@ -94,6 +148,52 @@ def qwen3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     attention_bias = grouped_attention_of(architecture).output_bias
     return {**qwen2_to_hf(architecture), "attention_bias": attention_bias}
 
+
+def qwen2_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    return {
+        **qwen2_to_hf(architecture),
+        **_moe_to_hf(architecture),
+        "qkv_bias": grouped_attention_of(architecture).qkv_bias,
+        _SHARED_WIDTH: experts_of(architecture).shared_expert_intermediate_size,
+    }
+
+
+def qwen3_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    keys = {**qwen3_to_hf(architecture), **_moe_to_hf(architecture)}
+    del keys["layer_types"]
+    return keys
+
+
+def _moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    return {
+        **write_experts(architecture),
+        "norm_topk_prob": experts_of(architecture).normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(layers_with(architecture, "dense")),
+    }
+
+
+def moe_rules(architecture: ArchitectureConfig) -> WeightRules:
+    """Weight names of both kinds of layers."""
+    return rules_of(
+        architecture,
+        *attention_rules(architecture),
+        *mlp_rules(architecture),
+        *expert_rules(architecture, shared="shared_expert"),
+        *in_layers(NORMS),
+    )
+
+
+_TINY_MOE = {
+    **TINY,
+    "num_hidden_layers": 3,
+    "intermediate_size": 72,
+    "moe_intermediate_size": 28,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 FAMILIES = (
     Family(
@@ -120,5 +220,35 @@ FAMILIES = (
         to_hf=qwen3_to_hf,
         weight_rules=dense_rules,
         tiny={**TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
+    ),
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        from_hf=qwen2_moe_from_hf,
+        to_hf=qwen2_moe_to_hf,
+        weight_rules=moe_rules,
+        tiny={
+            **_TINY_MOE,
+            "hidden_size": 40,
+            "shared_expert_intermediate_size": 44,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        from_hf=qwen3_moe_from_hf,
+        to_hf=qwen3_moe_to_hf,
+        weight_rules=moe_rules,
+        tiny={
+            **_TINY_MOE,
+            "hidden_size": 48,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
     ),
 )

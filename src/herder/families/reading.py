@@ -134,6 +134,11 @@ class ConfigReader:
             return False
         return value
 
+    def truth(self, key: str, default: bool) -> bool:
+        """True or false, or a number that stands for one of them (Llama 4 Scout's is a 4)."""
+        value = self._take(key, default)
+        return value != 0 if _is_count(value) else self.boolean(key, default)
+
     def choice(self, key: str, known: Mapping[str, Any], default: str = REQUIRED) -> Any:
         """What `known` says for the text under a key."""
         value = self._take(key, default)

@@ -89,7 +89,8 @@ def architecture_to_hf(architecture: ArchitectureConfig, *, family: str) -> dict
     Raises ModelError when the family's class cannot express the architecture.
     """
     chosen = family_named(family)
-    config = chosen.config_json(chosen.to_hf(architecture))
+    # An absent pad_token_id is a number in some classes, which may lie past a smaller vocabulary.
+    config = chosen.config_json({"pad_token_id": None, **chosen.to_hf(architecture)})
     back = chosen.from_hf(config, f"a {family} config.json")
     fields = type(back).model_fields
     lost = [each for each in fields if getattr(back, each) != getattr(architecture, each)]

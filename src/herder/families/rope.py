@@ -8,6 +8,7 @@ keys that nothing else needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,35 +29,80 @@ _KINDS = {
     **{kind: kind for kind in ("default", "linear", "dynamic", "yarn", "llama3", "longrope")},
     "su": "longrope",
 }
+_DEFAULT = DefaultScaling()
 THETA = 10_000.0
-"""What an absent rope_theta means for every family here. Source: transformers, default_theta."""
+"""What an absent rope_theta means for most families. Source: transformers, default_theta."""
 
 
-def read_rope(reader: ConfigReader, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    """The one rotary table of a dense decoder.
+def read_rope(
+    reader: ConfigReader,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    theta: float = THETA,
+    original: int | None = None,
+    rotates_part: bool = False,
+    interleaved: bool = False,
+    absent: RopeScaling = _DEFAULT,
+) -> RopeConfig:
+    """The one rotary table of a decoder.
 
     Reads `rope_theta`, `rope_scaling` (`type` or `rope_type`), and `rope_parameters`, whose theta
     wins over the top-level one. Both mappings may stand side by side if they say the same: versions
-    of transformers differ in which they would take.
+    of transformers differ in which they would take. theta, original (the window before scaling) and
+    absent (scaling) are what absent keys mean; rotates_part: partial_rotary_factor counts.
     """
-    theta = reader.number("rope_theta", THETA)
-    partial = reader.optional_number("partial_rotary_factor")
-    window = reader.optional_integer("original_max_position_embeddings")
-    found: list[tuple[float, RopeScaling]] = []
-    for key in ("rope_parameters", "rope_scaling"):
-        section = reader.optional_section(key)
-        if section is not None:
-            # As Phi-3 writes it, the original window stands outside.
-            own = section.optional_integer("original_max_position_embeddings")
-            scaling = _scaling(section, partial, max_position_embeddings, window or own)
-            found.append((section.number("rope_theta", theta), scaling))
+    keys = ("rope_parameters", "rope_scaling")
+    return read_table(
+        reader,
+        [section for key in keys if (section := reader.optional_section(key)) is not None],
+        head_dim=head_dim,
+        longest=max_position_embeddings,
+        theta=reader.number("rope_theta", theta),
+        original=reader.optional_integer("original_max_position_embeddings", original),
+        partial=reader.optional_number("partial_rotary_factor"),
+        rotates_part=rotates_part,
+        interleaved=interleaved,
+        absent=absent,
+    )
+
+
+def read_table(
+    reader: ConfigReader,
+    sections: Sequence[ConfigReader],
+    *,
+    head_dim: int,
+    longest: int,
+    theta: float,
+    original: int | None = None,
+    partial: float | None = None,
+    rotates_part: bool = False,
+    interleaved: bool = False,
+    absent: RopeScaling = _DEFAULT,
+) -> RopeConfig:
+    """A rotary table from the sections that describe it, which must agree."""
+    found: list[tuple[float, float | None, RopeScaling]] = []
+    for section in sections:
+        # As Phi-3 writes it, the original window stands outside.
+        own = section.optional_integer("original_max_position_embeddings")
+        share = section.optional_number("partial_rotary_factor") or partial
+        scaling = _scaling(section, longest, original or own)
+        found.append((section.number("rope_theta", theta), share, scaling))
     if len(found) == 2 and found[0] != found[1] and not reader.problems:
         reader.problem(
             "rope_parameters and rope_scaling describe different rotations; keep only the right one"
         )
-    theta, scaling = found[0] if found else (theta, DefaultScaling())
+    theta, partial, scaling = found[0] if found else (theta, partial, absent)
+    if scaling.kind != "default" and partial not in (None, 1.0) and not rotates_part:
+        reader.problem(
+            f"partial_rotary_factor={partial} with rope {scaling.kind!r}: this family rotates "
+            "whole heads"
+        )
+    rotary_dim = int(head_dim * (partial or 1.0)) if rotates_part else head_dim
     try:
-        return RopeConfig(theta=theta, rotary_dim=head_dim, scaling=scaling)
+        return RopeConfig(
+            theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling
+        )
     except ValidationError as error:
         if not reader.problems:
             for each in error.errors():
@@ -64,18 +110,11 @@ def read_rope(reader: ConfigReader, *, head_dim: int, max_position_embeddings: i
         return RopeConfig(theta=theta, rotary_dim=2)
 
 
-def _scaling(
-    section: ConfigReader, partial: float | None, longest: int, window: int | None
-) -> RopeScaling:
+def _scaling(section: ConfigReader, longest: int, window: int | None) -> RopeScaling:
     """`window`: before scaling, where the config says; else it is the model's, `longest`."""
     kind_key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
     section.ignore("type", "rope_type")
     kind = section.choice(kind_key, _KINDS, "default")
-    partial = section.optional_number("partial_rotary_factor") or partial
-    if kind != "default" and partial not in (None, 1.0):
-        section.problem(
-            f"partial_rotary_factor={partial} with rope {kind!r}: these families rotate whole heads"
-        )
     original = window or longest
     match kind:
         case "linear":
@@ -135,12 +174,13 @@ def yarn_attention_factor(
     Source: arXiv:2309.00071, section 3.4 (0.1 ln s + 1); the quotient of two such is DeepSeek's.
     """
     if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 * weight * ln(factor) + 1. Source: DeepSeek-V2's modeling_deepseek, yarn_get_mscale."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:

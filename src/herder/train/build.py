@@ -101,7 +101,7 @@ def build_model(
     """The decoder with its weights, recompute and compile applied; fp32 parameters throughout."""
     decoder = build_decoder(source.architecture)
     if not is_resumed and config.model.initialize == "pretrained":
-        load_weights(decoder, source, dtype=torch.float32, device=device)
+        load_weights(decoder, source, device=device)
     else:
         materialize(decoder, device=device)
         if not is_resumed:

@@ -88,7 +88,7 @@ def test_a_decoder_that_has_memory_is_filled_in_place(saved: Path) -> None:
     decoder = build_decoder(source.architecture)
     materialize(decoder, device="cpu")
     before = {name: parameter.data_ptr() for name, parameter in decoder.named_parameters()}
-    load_weights(decoder, source, dtype=torch.float32, device="cpu")
+    load_weights(decoder, source, device="cpu")
     assert before == {name: each.data_ptr() for name, each in decoder.named_parameters()}
     assert same_parameters(decoder, load(saved))
 
@@ -158,7 +158,7 @@ def test_everything_wrong_is_told_together_and_nothing_is_loaded(saved: Path) ->
     source = resolve_model(str(saved))
     decoder = build_decoder(source.architecture)
     with pytest.raises(WeightsError) as caught:
-        load_weights(decoder, source, dtype=torch.float32, device="cpu")
+        load_weights(decoder, source, device="cpu")
     message = str(caught.value)
     for part in (
         "1 missing: model.norm.weight",

@@ -70,9 +70,9 @@ def test_nemos_heads_are_narrower_than_its_hidden_size_says() -> None:
     assert attention(read("mistral-nemo-base-2407", head_dim=None)).head_dim == 160
 
 
-def test_a_mistral_with_layer_types_is_refused_by_its_real_name() -> None:
-    with pytest.raises(ConfigError, match="Ministral"):
-        read("mistral-7b-v0.1", layer_types=["full_attention"] * 32)
+def test_a_mistral_with_layer_types_is_a_ministral() -> None:
+    types = ["full_attention", "sliding_attention"] * 16
+    assert read("mistral-7b-v0.1", layer_types=types).layers == (LayerSpec(), SLIDING) * 16
 
 
 def test_qwen2_has_biases_on_q_k_and_v_only() -> None:
@@ -103,7 +103,7 @@ def test_qwen_layer_types_win_over_max_window_layers() -> None:
     [
         ({"layer_types": ["full_attention"]}, "1 entries, num_hidden_layers=28"),
         ({"layer_types": ["linear_attention"] * 28}, "has linear_attention"),
-        ({"layer_types": ["sliding_attention"] * 28}, "no window to slide"),
+        ({"layer_types": ["sliding_attention"] * 28}, "absent or switched off"),
     ],
 )
 def test_qwen_layer_types_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -167,7 +167,7 @@ def test_an_odd_head_cannot_rotate() -> None:
 
 def test_part_of_a_head_rotates_only_where_transformers_would_not_do_it_either() -> None:
     assert rope(partial_rotary_factor=0.5).rotary_dim == HEAD_DIM
-    with pytest.raises(ConfigError, match="rotate whole heads"):
+    with pytest.raises(ConfigError, match="rotates whole heads"):
         rope(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
 
 

@@ -1,0 +1,228 @@
+"""Gemma 2 and 3 (text): norms around both branches, weights kept around zero, scaled embeddings.
+
+Gemma 2 caps the logits of attention and head, Gemma 3 norms each head of q and k instead and turns
+its sliding layers by a table of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from herder.config.architecture import ArchitectureConfig, RopeConfig
+from herder.families.dense import (
+    TINY,
+    ClassDefaults,
+    attention_rules,
+    grouped_attention_of,
+    in_layers,
+    mlp_rules,
+    read_dense,
+    read_head_dim,
+    rules_of,
+    write_dense,
+)
+from herder.families.family import Family
+from herder.families.layer_types import (
+    FULL,
+    SLIDING,
+    every,
+    layer_types,
+    read_layers,
+    window_of,
+)
+from herder.families.reading import ConfigReader
+from herder.families.rope import read_table, write_rope
+from herder.families.weights import WeightRules
+
+GEMMA2_DEFAULTS = ClassDefaults(
+    max_position_embeddings=8192, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
+)
+GEMMA3_DEFAULTS = ClassDefaults(
+    max_position_embeddings=131_072,
+    num_key_value_heads=4,
+    head_dim=256,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+)
+LOCAL_THETA = 10_000.0
+WINDOW, PATTERN = 4096, 6
+QUERY_SCALAR = 256
+ATTENTION_CAP, FINAL_CAP = 50.0, 30.0
+"""Source: transformers 5.24, Gemma2Config and Gemma3TextConfig."""
+
+_NORMS = (
+    ("input_layernorm", "attention_norm", False),
+    ("post_attention_layernorm", "attention_output_norm", False),
+    ("pre_feedforward_layernorm", "feed_forward_norm", False),
+    ("post_feedforward_layernorm", "feed_forward_output_norm", False),
+)
+_ATTENTION_CAP, _FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+_LOCAL_THETA, _SCALAR = "rope_local_base_freq", "query_pre_attn_scalar"
+
+
+def gemma2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a Gemma2ForCausalLM."""
+    reader = ConfigReader(config, where=where)
+    reader.ignore("sliding_window_size")
+    cap = reader.optional_number(_ATTENTION_CAP, ATTENTION_CAP)
+    final = reader.optional_number(_FINAL_CAP, FINAL_CAP)
+    return _read(
+        reader, GEMMA2_DEFAULTS, 2, attention={"logit_softcap": cap}, final_logit_softcap=final
+    )
+
+
+def gemma3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a Gemma3ForCausalLM; its attention has no cap, whatever the config."""
+    reader = ConfigReader(config, where=where)
+    reader.neutral(_ATTENTION_CAP, None)
+    pattern = reader.integer("sliding_window_pattern", PATTERN)
+    reader.ignore("_sliding_window_pattern")
+    final = reader.optional_number(_FINAL_CAP)
+    ropes = _read_ropes(reader)
+    return _read(
+        reader,
+        GEMMA3_DEFAULTS,
+        pattern,
+        attention={"qk_norm": "head"},
+        ropes=ropes,
+        final_logit_softcap=final,
+    )
+
+
+def _read(
+    reader: ConfigReader,
+    defaults: ClassDefaults,
+    pattern: int,
+    *,
+    attention: Mapping[str, Any],
+    ropes: tuple[RopeConfig, ...] | None = None,
+    **fields: Any,
+) -> ArchitectureConfig:
+    """What both share; each pattern-th layer is full."""
+    reader.ignore("hidden_act", "cache_implementation")
+    reader.neutral("use_bidirectional_attention", False, None)
+    default = [not is_full for is_full in every(pattern, reader.integer("num_hidden_layers"))]
+    window = reader.optional_integer("sliding_window", WINDOW)
+    layers = read_layers(reader, default, window=window)
+    if ropes is not None:
+        tables = {"full": 0, "sliding": 1}
+        layers = tuple(
+            layer.model_copy(update={"rope": tables[layer.attention]}) for layer in layers
+        )
+    has_bias = reader.boolean("attention_bias", False)
+    shared = {"qkv_bias": has_bias, "output_bias": has_bias}
+    return read_dense(
+        reader,
+        defaults,
+        layers=layers,
+        attention={
+            **shared,
+            "scale": reader.integer(_SCALAR, QUERY_SCALAR) ** -0.5,
+            **attention,
+        },
+        ropes=ropes,
+        norm={"weight_offset": 1, "multiply_in_fp32": True},
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        branch_norm=True,
+        embedding_scale=reader.integer("hidden_size") ** 0.5,
+        **fields,
+    )
+
+
+def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
+    """The tables of full and sliding layers: a section each, or keys of their own."""
+    nested = reader.optional_section("rope_parameters")
+    own = {kind: nested and nested.optional_section(kind) for kind in (FULL, SLIDING)}
+    scaling = reader.optional_section("rope_scaling")
+    sizes: dict[str, Any] = {
+        "head_dim": read_head_dim(reader, GEMMA3_DEFAULTS),
+        "longest": reader.integer(
+            "max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings
+        ),
+    }
+    theta = reader.number("rope_theta", GEMMA3_DEFAULTS.rope_theta)
+    local = reader.number(_LOCAL_THETA, LOCAL_THETA)
+    full = [section for section in (own[FULL], scaling) if section is not None]
+    sliding = [section for section in (own[SLIDING],) if section is not None]
+    return (
+        read_table(reader, full, theta=theta, **sizes),
+        read_table(reader, sliding, theta=local, **sizes),
+    )
+
+
+def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    attention, keys = grouped_attention_of(architecture), write_dense(architecture)
+    return {
+        **keys,
+        "hidden_activation": keys["hidden_act"],
+        "attention_bias": attention.output_bias,
+        _SCALAR: round(attention.scale**-2),
+        _ATTENTION_CAP: attention.logit_softcap,
+        _FINAL_CAP: architecture.final_logit_softcap,
+        "sliding_window": window_of(architecture.layers),
+        "layer_types": layer_types(architecture),
+    }
+
+
+def gemma3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json; a scaled table of sliding layers takes the newer spelling."""
+    keys = gemma2_to_hf(architecture)
+    if len(architecture.ropes) != 2:
+        return keys
+    tables = [write_rope(rope) for rope in architecture.ropes]
+    if tables[1]["rope_scaling"] is None:
+        return {**keys, _LOCAL_THETA: architecture.ropes[1].theta}
+    del keys["rope_theta"], keys["rope_scaling"]
+    keys["rope_parameters"] = {
+        kind: {**(table["rope_scaling"] or {}), "rope_theta": table["rope_theta"]}
+        for kind, table in zip((FULL, SLIDING), tables, strict=True)
+    }
+    return keys
+
+
+def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
+    """Weight names: Llama's name of the feed-forward's norm is here that of attention's output."""
+    return rules_of(
+        architecture,
+        *attention_rules(architecture),
+        *mlp_rules(architecture),
+        *in_layers(_NORMS),
+    )
+
+
+_TINY = {
+    **{key: value for key, value in TINY.items() if key != "num_hidden_layers"},
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 10,
+    "pad_token_id": None,
+}
+
+FAMILIES = (
+    Family(
+        name="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        from_hf=gemma2_from_hf,
+        to_hf=gemma2_to_hf,
+        weight_rules=weight_rules,
+        tiny={**_TINY, "num_hidden_layers": 2, _ATTENTION_CAP: 2.0, _FINAL_CAP: 3.0},
+    ),
+    Family(
+        name="gemma3_text",
+        architectures=("Gemma3ForCausalLM",),
+        from_hf=gemma3_from_hf,
+        to_hf=gemma3_to_hf,
+        weight_rules=weight_rules,
+        tiny={
+            **_TINY,
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            _LOCAL_THETA: 100.0,
+        },
+    ),
+)

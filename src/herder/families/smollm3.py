@@ -1,0 +1,89 @@
+"""SmolLM3: a Llama in which every fourth layer does not rotate; only those may slide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from herder.config.architecture import ArchitectureConfig
+from herder.families.dense import (
+    TINY,
+    ClassDefaults,
+    dense_rules,
+    grouped_attention_of,
+    mlp_of,
+    read_dense,
+    write_dense,
+)
+from herder.families.family import Family
+from herder.families.layer_types import (
+    layer_types,
+    no_rope_layers,
+    read_layers,
+    read_rotating,
+    window_of,
+    with_rotation,
+)
+from herder.families.reading import ConfigReader
+
+DEFAULTS = ClassDefaults(
+    max_position_embeddings=32_768,
+    num_key_value_heads=4,
+    rope_theta=2e6,
+    tie_word_embeddings=True,
+)
+"""Source: transformers 5.24, SmolLM3Config."""
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a SmolLM3ForCausalLM."""
+    reader = ConfigReader(config, where=where)
+    reader.ignore("pretraining_tp", "max_window_layers")
+    is_on = reader.boolean("use_sliding_window", False)
+    window = reader.optional_integer("sliding_window")
+    rotating = read_rotating(reader, empty_is_absent=False)
+    layers = read_layers(
+        reader, [not rotates for rotates in rotating], window=window if is_on else None
+    )
+    has_bias = reader.boolean("attention_bias", False)
+    return read_dense(
+        reader,
+        DEFAULTS,
+        layers=with_rotation(layers, rotating),
+        attention={"qkv_bias": has_bias, "output_bias": has_bias},
+        mlp_bias=reader.boolean("mlp_bias", False),
+    )
+
+
+def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json."""
+    window = window_of(architecture.layers)
+    return {
+        **write_dense(architecture),
+        "attention_bias": grouped_attention_of(architecture).output_bias,
+        "mlp_bias": mlp_of(architecture).bias,
+        "no_rope_layers": no_rope_layers(architecture),
+        "layer_types": layer_types(architecture),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+FAMILIES = (
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        from_hf=from_hf,
+        to_hf=to_hf,
+        weight_rules=dense_rules,
+        tiny={
+            **TINY,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 4,
+            "pad_token_id": None,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+)

@@ -148,8 +148,8 @@ def _herder_answer(
 
     load_kernels()
     source = resolve_model(str(model))
-    decoder = build_decoder(source.architecture)
-    load_weights(decoder, source, dtype=DTYPES[precision], device="cpu")
+    decoder = build_decoder(source.architecture, dtype=DTYPES[precision])
+    load_weights(decoder, source, device="cpu")
     runner = Runner(decoder, window_tokens=2_048, eos_token_ids=source.eos_token_ids)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     request = Request(prompt_tokens(num_prompt_tokens).tolist(), params)

@@ -22,10 +22,7 @@ PACKAGED = {"smollm2-135m-instruct": "smollm2-135m"}
 
 
 def resolve(reference: str, *, needs_weights: bool = True) -> ModelSource:
-    """The model a MODEL argument stands for.
-
-    needs_weights=False downloads no weights: a packaged model then is its catalog entry.
-    """
+    """The model of a MODEL argument; without weights a packaged one is its catalog entry."""
     name = reference.lower()
     if name not in PACKAGED:
         return resolve_model(reference, needs_weights=needs_weights)
@@ -52,9 +49,10 @@ def recipe_tokenizer(config: RunConfig) -> Path:
 
     No weights are fetched, but where the tokenizer lies in one file with them.
     """
-    if config.data.tokenizer is not None:
-        return Path(config.data.tokenizer)
-    reference = config.model.source
+    given = config.data.tokenizer
+    if given is not None and given not in PACKAGED:
+        return Path(given)
+    reference = given or config.model.source
     if reference is None:
         raise ConfigError("A model given as a config has no tokenizer: set data.tokenizer.")
     return tokenizer_folder(resolve(reference, needs_weights=reference.lower() in PACKAGED))

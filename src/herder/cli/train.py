@@ -33,8 +33,10 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
     with StopRequest() as stop:
         config = load_run_config(recipe, overrides)
         source = find_model(config.model, lambda name: _resolve(config, name))
-        given = config.data.tokenizer
-        tokenizer = Path(given) if given else models.tokenizer_folder(source)
+        if config.data.tokenizer is None:
+            tokenizer = models.tokenizer_folder(source)
+        else:
+            tokenizer = models.recipe_tokenizer(config)
         config, plan = plan_run(config, source)
         click.echo(describe_plan(config, plan), err=True)
         with locked(Path(config.run_directory)):

@@ -110,7 +110,7 @@ class DataConfig(Record):
     text_key: str = "text"
     """Which key of a JSON object holds the text."""
     tokenizer: str | None = None
-    """A folder or tokenizer.json; absent: the model's own."""
+    """A folder, a tokenizer.json, or a model that comes as a package; absent: the model's own."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of documents held out, chosen by a hash of their text."""
     max_documents: PositiveInt | None = None

@@ -1,7 +1,7 @@
 """Finds family files by themselves and picks the one a config.json belongs to.
 
-Adding a family is adding a file with a `FAMILIES` tuple: nothing here names one. Importing this
-imports no torch and no transformers, for planning starts with it.
+Adding a published family is adding a file with a `FAMILIES` tuple: nothing here names one.
+Importing this imports no torch and no transformers, for planning starts with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import herder.families
 from herder.config.architecture import ArchitectureConfig
 from herder.errors import ConfigError, ModelError, close_match
 from herder.families.family import Family
+from herder.families.handwritten import HANDWRITTEN
 
 __all__ = ["Family", "architecture_from_hf", "architecture_to_hf", "families", "family_of"]
 
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name, found in this package's files."""
+    """All published families by name, found in this package's files."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(herder.families.__path__):
         listed = getattr(importlib.import_module(f"herder.families.{module.name}"), "FAMILIES", ())
@@ -34,11 +35,15 @@ def families() -> dict[str, Family]:
     return found
 
 
+def _all_families() -> dict[str, Family]:
+    return {**families(), HANDWRITTEN.name: HANDWRITTEN}
+
+
 def family_named(name: str) -> Family:
     """A family by its name. Raises ModelError with a close match."""
-    family = families().get(name)
+    family = _all_families().get(name)
     if family is None:
-        raise ModelError(f"family {name!r} is not known. {close_match(name, families())}")
+        raise ModelError(f"family {name!r} is not known. {close_match(name, _all_families())}")
     return family
 
 
@@ -52,12 +57,12 @@ def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> F
     architectures = config_json.get("architectures") or []
     if model_type is None and not architectures:
         raise ModelError(f"{name}: config.json has neither model_type nor architectures.")
-    for family in families().values():
+    for family in _all_families().values():
         if model_type not in (family.name, None):
             continue
         if not architectures or architectures[0] in family.architectures:
             return family
-    claimed = [each for family in families().values() for each in family.architectures]
+    claimed = [each for family in _all_families().values() for each in family.architectures]
     given = f"architectures={architectures!r}" if architectures else "no architectures"
     raise ModelError(
         f"{name}: model_type={model_type!r} with {given} is not supported. "

@@ -1,0 +1,128 @@
+"""A mixture of experts written by hand: the parts of published families, combined freely.
+
+Its config.json says `model_type: herder`. transformers has no class for it: a model that it must
+load is written under a published model_type instead. Which layers are dense is a pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from herder.config.architecture import ArchitectureConfig, LayerSpec
+from herder.families.dense import (
+    NORMS,
+    TINY,
+    ClassDefaults,
+    attention_rules,
+    grouped_attention_of,
+    in_layers,
+    layers_with,
+    mlp_rules,
+    read_dense,
+    rules_of,
+    with_feed_forwards,
+    write_dense,
+)
+from herder.families.family import Family
+from herder.families.reading import ConfigReader
+from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
+from herder.families.weights import WeightRules
+
+_DENSE = "dense_layers"
+_QK_NORM, _SCORING, _BIAS = "qk_norm", "router_scoring", "router_correction_bias"
+_SHARED, _SHARED_GATE = "shared_expert_intermediate_size", "shared_expert_gate"
+_SCALING = "routed_scaling_factor"
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+    """The architecture of a hand-written config; keys left out are plain Mixtral."""
+    reader = ConfigReader(config, where=where)
+    num_layers = reader.integer("num_hidden_layers")
+    dense = _read_dense_layers(reader, config.get(_DENSE), num_layers)
+    moe = read_experts(
+        reader,
+        aux_loss=0.0,
+        scoring=reader.choice(_SCORING, {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"),
+        normalize_weights=reader.boolean("norm_topk_prob", True),
+        correction_bias=reader.boolean(_BIAS, False),
+        routed_scaling_factor=reader.number(_SCALING, 1.0),
+        shared_expert_intermediate_size=reader.optional_integer(_SHARED),
+        shared_expert_gate=reader.boolean(_SHARED_GATE, False),
+    )
+    layers = with_feed_forwards([LayerSpec()] * num_layers, routed={*range(num_layers)} - dense)
+    qk_norm = reader.choice(_QK_NORM, {"none": "none", "head": "head"}, "none")
+    return read_dense(
+        reader,
+        ClassDefaults(max_position_embeddings=4096),
+        layers=layers,
+        attention={"qk_norm": qk_norm},
+        moe=moe,
+    )
+
+
+def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json; dense layers are written as their numbers."""
+    moe = experts_of(architecture)
+    return {
+        **write_dense(architecture),
+        **write_experts(architecture),
+        _DENSE: list(layers_with(architecture, "dense")),
+        _QK_NORM: grouped_attention_of(architecture).qk_norm,
+        _SCORING: moe.scoring,
+        "norm_topk_prob": moe.normalize_weights,
+        _BIAS: moe.correction_bias,
+        _SCALING: moe.routed_scaling_factor,
+        _SHARED: moe.shared_expert_intermediate_size,
+        _SHARED_GATE: moe.shared_expert_gate,
+    }
+
+
+def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
+    """Weight names, as Qwen's."""
+    return rules_of(
+        architecture,
+        *attention_rules(architecture),
+        *mlp_rules(architecture),
+        *expert_rules(architecture, shared="shared_expert"),
+        *in_layers(NORMS),
+    )
+
+
+def _read_dense_layers(reader: ConfigReader, value: Any, num_layers: int) -> set[int]:
+    """The layers without experts: null, "first N", "last N" or a list of layers from 0 on."""
+    reader.ignore(_DENSE)
+    if value is None:
+        return set()
+    told = f"{_DENSE}={value!r}"
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        if not all(0 <= each < num_layers for each in value):
+            reader.problem(f"{told}: layers are 0 to {num_layers - 1}")
+        return set(value)
+    pattern = re.fullmatch(r"(first|last) (\d+)", value) if isinstance(value, str) else None
+    if pattern is None:
+        reader.problem(f'{told}: it must be "first N", "last N" or a list such as [0, 5]')
+        return set()
+    count = int(pattern[2])
+    if count > num_layers:
+        reader.problem(f"{told}: there are {num_layers} layers")
+    return {*range(count)} if pattern[1] == "first" else {*range(num_layers - count, num_layers)}
+
+
+HANDWRITTEN = Family(
+    name="herder",
+    architectures=("HerderForCausalLM",),
+    from_hf=from_hf,
+    to_hf=to_hf,
+    weight_rules=weight_rules,
+    tiny={
+        **TINY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "dense_layers": "last 1",
+    },
+)

@@ -37,18 +37,40 @@ MODEL = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+ROUTED = {
+    **{key: value for key, value in MODEL.items() if key not in ("model_type", "architectures")},
+    "model_type": "herder",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "dense_layers": "last 1",
+    "router_scoring": "sigmoid",
+    "router_correction_bias": True,
+    "router_bias_update_rate": 0.01,
+    "router_noise": {"std": 0.5, "decay_steps": STEPS - 1},
+    "router_aux_loss_coef": 0.01,
+    "router_z_loss_coef": 0.001,
+}
+BIAS = "layers.0.feed_forward.router.correction_bias"
 
 
 class Steps:
     """A sink that keeps the numbers of every step."""
 
     def __init__(self) -> None:
-        self.numbers: dict[int, tuple[float, float, float]] = {}
+        self.numbers: dict[int, tuple[object, ...]] = {}
 
     def receive(self, event: Event, *, unix_seconds: float) -> None:
         if isinstance(event, StepFinished):
             assert unix_seconds > 0
-            self.numbers[event.step] = (event.loss, event.gradient_norm, event.learning_rate)
+            self.numbers[event.step] = (
+                event.loss,
+                event.gradient_norm,
+                event.learning_rate,
+                event.aux_loss,
+                event.z_loss,
+            )
 
     def close(self) -> None:
         """Nothing is held."""
@@ -75,7 +97,9 @@ def start(
     paragraphs = [" ".join(chooser.choices(WORDS, k=chooser.randint(5, 60))) for _ in range(80)]
     (tmp_path / "text.txt").write_text("\n\n".join(paragraphs))
 
-    def recipe(**train_settings: Any) -> Callable[[str], tuple[TrainRun, Bus, Steps]]:
+    def recipe(
+        model: dict[str, Any] = MODEL, **train_settings: Any
+    ) -> Callable[[str], tuple[TrainRun, Bus, Steps]]:
         def build(name: str) -> tuple[TrainRun, Bus, Steps]:
             settings = {
                 "steps": STEPS,
@@ -88,7 +112,7 @@ def start(
             config = RunConfig.model_validate(
                 {
                     "run_directory": str(tmp_path / name),
-                    "model": {"config": MODEL, "initialize": "random"},
+                    "model": {"config": model, "initialize": "random"},
                     "data": {"source": str(tmp_path / "text.txt")},
                     "checkpoint": {"every_steps": 100},
                     "train": settings,
@@ -127,18 +151,33 @@ def weights(run: TrainRun) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.tensors().model.items()}
 
 
+def told(value: Any) -> str:
+    """A parameter in a test's name: the model's type, or the settings."""
+    if not isinstance(value, dict):
+        return str(value)
+    return value["model_type"] if "model_type" in value else "-".join(value.values())
+
+
+FP32, BF16 = {"precision": "fp32"}, {"precision": "bf16"}
+RECOMPUTED = {"precision": "bf16", "recompute": "full"}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "recompute": "full"}],
-    ids=lambda settings: "-".join(settings.values()),
+    ("model", "settings", "stopped_after"),
+    [
+        *((MODEL, settings, step) for settings in (FP32, BF16, RECOMPUTED) for step in (1, 4)),
+        (ROUTED, FP32, 4),
+        (ROUTED, RECOMPUTED, 1),
+    ],
+    ids=told,
 )
-@pytest.mark.parametrize("stopped_after", [1, 4])
 def test_a_run_that_was_stopped_and_resumed_equals_the_unbroken_one(
     start: Callable[..., Callable[[str], tuple[TrainRun, Bus, Steps]]],
+    model: dict[str, Any],
     settings: dict[str, str],
     stopped_after: int,
 ) -> None:
-    build = start(**settings)
+    build = start(model, **settings)
     run, bus, unbroken = build("unbroken")
     train(run, run.progress(step=0, tokens=0), bus, stop_signal=lambda: None)
     expected = weights(run)
@@ -160,6 +199,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_the_unbroken_one(
     assert sorted(second.numbers) == list(range(stopped_after + 1, STEPS + 1))
     resumed = weights(run)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    assert (BIAS in expected) == (model is ROUTED)
 
 
 def test_the_comparison_would_notice_lost_optimizer_state(
@@ -179,3 +219,20 @@ def test_the_comparison_would_notice_lost_optimizer_state(
     train(run, progress, bus, stop_signal=lambda: None)
     assert second.numbers[4] == unbroken.numbers[4]
     assert second.numbers[6] != unbroken.numbers[6]
+
+
+def test_the_comparison_would_notice_a_lost_correction_bias(
+    start: Callable[..., Callable[[str], tuple[TrainRun, Bus, Steps]]],
+) -> None:
+    build = start(ROUTED, precision="fp32")
+    run, bus, unbroken = build("unbroken")
+    train(run, run.progress(step=0, tokens=0), bus, stop_signal=lambda: None)
+    run, bus, first = build("broken")
+    train(run, run.progress(step=0, tokens=0), bus, stop_signal=StopAfter(4, first))
+    run, bus, second = build("broken")
+    checkpoint = newest_checkpoint(run.run_directory)
+    assert checkpoint is not None
+    progress = load_progress(run, checkpoint, bus)
+    run.decoder.get_buffer(BIAS).add_(torch.tensor([5.0, 5.0, 0.0, 0.0]))
+    train(run, progress, bus, stop_signal=lambda: None)
+    assert second.numbers[5] != unbroken.numbers[5]

@@ -23,6 +23,7 @@ from herder.evaluate.golden import Golden, Row
 from herder.model.attend import Attend, PackedAttend
 from herder.model.cache import KvCache
 from herder.model.decoder import Decoder
+from herder.model.routing import Routing, load_balancing_loss
 
 TOLERANCE = 1e-4
 """Largest logit difference allowed in fp32. Two correct orders of summation were seen 1.5e-5 apart
@@ -39,6 +40,8 @@ class ParityReport:
     """Who computed what was compared with."""
     tolerance: float
     max_abs_difference: float
+    num_rows_left_out: int
+    """Padded rows of models of whose queries transformers counts the padding (Llama 4)."""
     worst_row: int
     worst_position: int
     by_position: list[float]
@@ -47,6 +50,9 @@ class ParityReport:
     """Hidden states of the first row: embedding, each layer, the last one after the final norm."""
     first_differing_layer: str | None
     """Where hidden states first differ by more than the tolerance, scaled by their size."""
+    aux_loss_difference: float | None
+    """Of the routers' load balancing, over all rows and over the first; None: nothing to compare
+    with."""
     greedy_agreement: float
     """Share of greedy tokens that agree."""
     cached_max_abs_difference: float
@@ -64,6 +70,7 @@ class ParityReport:
             self.max_abs_difference,
             self.cached_max_abs_difference,
             self.packed_max_abs_difference,
+            self.aux_loss_difference or 0.0,
         )
         return all(each <= self.tolerance for each in differences) and self.greedy_equal
 
@@ -77,6 +84,7 @@ class BatchAttend(Attend):
 
     def __init__(self, attend: Attend, *, num_tokens: int, longest: int) -> None:
         self.attend = attend
+        self.routing = attend.routing
         self.num_tokens = num_tokens
         self.longest = longest
 
@@ -93,9 +101,9 @@ def compare(decoder: Decoder, golden: Golden) -> ParityReport:
     Raises ModelError when rows and model do not belong together.
     """
     _refuse_foreign(decoder.config, golden)
-    rows = golden.rows
+    rows = [row for row in golden.rows if not (row.num_pads and _counts_padding(decoder.config))]
     with torch.inference_mode():
-        logits, hidden = _forward(decoder, rows)
+        logits, hidden, aux_loss = _forward(decoder, rows)
         pairs = zip(logits, rows, strict=True)
         difference_TR = pad_sequence([(own - row.logits_TV).abs().amax(-1) for own, row in pairs])
         worst_position, worst_row = divmod(int(difference_TR.argmax()), len(rows))
@@ -106,11 +114,13 @@ def compare(decoder: Decoder, golden: Golden) -> ParityReport:
             reference=golden.origin,
             tolerance=TOLERANCE * max(1.0, largest / LOGIT_SCALE),
             max_abs_difference=float(difference_TR.max()),
+            num_rows_left_out=len(golden.rows) - len(rows),
             worst_row=worst_row,
             worst_position=worst_position,
             by_position=difference_TR.amax(1).tolist(),
             by_layer=by_layer,
             first_differing_layer=first,
+            aux_loss_difference=_aux_loss_difference(decoder, golden, aux_loss),
             greedy_agreement=float(agreeing_RG.double().mean()),
             cached_max_abs_difference=cached_difference(decoder, rows[0].tokens_T),
             packed_max_abs_difference=packed_difference(decoder, [row.tokens_T for row in rows]),
@@ -127,12 +137,38 @@ def _refuse_foreign(config: ArchitectureConfig, golden: Golden) -> None:
         )
 
 
-def _forward(decoder: Decoder, rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits of each row; of the first row, what embedding, layers but the last and norm return."""
+def _counts_padding(config: ArchitectureConfig) -> bool:
+    """Whether transformers counts padding in a query's temperature, as it does for Llama 4: then
+    what it computes of padded rows is not what they are without."""
+    temperature = getattr(config.attention, "temperature", None)
+    return temperature is not None and temperature.position_offset == 1
+
+
+def _aux_loss_difference(decoder: Decoder, golden: Golden, aux_loss: float | None) -> float | None:
+    if aux_loss is None:
+        return None
+    differences: list[float] = []
+    if golden.aux_loss is not None:
+        differences.append(abs(aux_loss - golden.aux_loss))
+    if golden.aux_loss_row0 is not None:
+        alone = _forward(decoder, golden.rows[:1])[2]
+        assert alone is not None, "the layers that were routed are so still"
+        differences.append(abs(alone - golden.aux_loss_row0))
+    return max(differences, default=None)
+
+
+def _forward(
+    decoder: Decoder, rows: Sequence[Row]
+) -> tuple[list[Tensor], list[Tensor], float | None]:
+    """Logits of each row; of the first row, what embedding, layers but the last and norm return;
+    the load-balancing loss where layers are routed."""
     lengths = [len(row.tokens_T) for row in rows]
     positions_T = torch.cat([row.positions_T for row in rows])
+    routing = Routing(None)
     attend = BatchAttend(
-        PackedAttend(lengths), num_tokens=sum(lengths), longest=int(positions_T.max()) + 1
+        PackedAttend(lengths, routing=routing),
+        num_tokens=sum(lengths),
+        longest=int(positions_T.max()) + 1,
     )
     assert decoder.embed is not None, "parity is of whole models"
     assert decoder.norm is not None, "parity is of whole models"
@@ -147,7 +183,10 @@ def _forward(decoder: Decoder, rows: Sequence[Row]) -> tuple[list[Tensor], list[
         logits_TV = decoder(
             torch.cat([row.tokens_T for row in rows]), positions_T=positions_T, attend=attend
         )
-    return list(logits_TV.split(lengths)), [each[: lengths[0]] for each in hidden]
+    aux_loss = None
+    if routing.records and decoder.config.moe is not None:
+        aux_loss = float(load_balancing_loss(routing.records, decoder.config.moe.num_experts))
+    return list(logits_TV.split(lengths)), [each[: lengths[0]] for each in hidden], aux_loss
 
 
 def _by_layer(
@@ -258,6 +297,11 @@ def report_text(report: ParityReport, *, model: str) -> str:
         ("cached", report.cached_max_abs_difference, "token by token, against a whole forward"),
         ("packed", report.packed_max_abs_difference, "with other documents, against alone"),
     ]
+    if report.aux_loss_difference is not None:
+        checks.append(("router", report.aux_loss_difference, "load balancing of the routers"))
+    left_out = (
+        f", {report.num_rows_left_out} padded rows left out" if report.num_rows_left_out else ""
+    )
     count = len(report.by_position)
     places = sorted({*range(0, count, max(1, count // 8)), count - 1, report.worst_position})
     positions = [f"{place}: {report.by_position[place]:.1e}" for place in places]
@@ -274,7 +318,8 @@ def report_text(report: ParityReport, *, model: str) -> str:
     verdict = {True: "equal", False: "DIFFER"}
     return "\n  ".join(
         [
-            f"{model}: {'passed' if report.passed else 'FAILED'}, tolerance {report.tolerance:.1e}",
+            f"{model}: {'passed' if report.passed else 'FAILED'}, tolerance {report.tolerance:.1e}"
+            + left_out,
             *(
                 f"{name}  {difference:9.2e}  {verdict[difference <= report.tolerance]:6}  {what}"
                 for name, difference, what in checks

@@ -91,11 +91,16 @@ def _run(model: Any, *, origin: str, seed: int) -> Golden:
     mask[-1, :NUM_PADS] = 0
     positions = np.maximum(mask.cumsum(-1) - 1, 0)
     given = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(mask)}
+    # Its own choice differs from the routers' where those limit groups: only these have the loss.
+    has_aux_loss = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+    asked = {"output_hidden_states": True, "output_router_logits": has_aux_loss}
     with torch.inference_mode():
-        out = model(**given, position_ids=torch.from_numpy(positions), output_hidden_states=True)
+        out = model(**given, position_ids=torch.from_numpy(positions), **asked)
         made = model.generate(**given, do_sample=False, max_new_tokens=NUM_GREEDY, pad_token_id=0)
+    aux_loss = getattr(out, "aux_loss", None)
     return build_golden(
         origin,
+        aux_loss=None if aux_loss is None else float(aux_loss),
         input_ids=input_ids,
         attention_mask=mask,
         position_ids=positions,

@@ -163,6 +163,28 @@ def test_noise_does_not_depend_on_how_a_step_is_cut(
     assert not torch.equal(totals(unnumbered).counts_LE, totals(whole).counts_LE)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo hides it itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+def test_a_compiled_routed_layer_is_one_graph_whatever_the_step_and_its_noise(
+    build_routed: Build, settings: StepSettings, documents: Documents, pack: Pack
+) -> None:
+    plain, compiled = (build_routed(aux_loss_coefficient=0.1) for _ in range(2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.layers["1"].compile(backend="eager", fullgraph=True)
+    for index in range(3):
+        batch = pack(documents[index:], padding=30 - index)
+        noise = RouterNoise(seed=1, step=index, std=0.5 / (index + 1))
+        expected = step(plain, [batch], settings, noise)
+        result = step(compiled, [batch], settings, noise)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert result.aux_loss == pytest.approx(expected.aux_loss, rel=1e-6)
+        assert torch.equal(totals(result).counts_LE, totals(expected).counts_LE)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    torch._dynamo.reset()
+
+
 def test_noise_decays_in_a_straight_line_to_none() -> None:
     moe = MoeConfig(
         num_experts=4,

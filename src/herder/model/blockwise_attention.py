@@ -1,6 +1,6 @@
 """Causal attention with any logits, a block of queries at a time, its gradients written out.
 
-For what no fused kernel of torch's computes. Memory grows with BLOCK_QUERIES * L, not with L * L.
+For what no fused kernel of torch's computes. Memory grows with BLOCK_QUERIES * B * L, not L * L.
 
 Legend: B documents of one length L, N heads, H head dim of queries and keys, V of values, Q queries
 of a block, S the keys from the first to the last that any of them sees.

@@ -25,7 +25,7 @@ def quiet_transformers() -> None:
 
 @pytest.fixture
 def transformers_folder(tmp_path: Path) -> MakeModel:
-    """Makes a folder as transformers saves it, with random weights, biases and norms.
+    """Makes a folder as transformers saves it, with random weights, biases, norms and sinks.
 
     The config.json in it is the one given, in whatever spelling, and not transformers' own.
     """
@@ -44,6 +44,11 @@ def transformers_folder(tmp_path: Path) -> MakeModel:
                 nn.init.normal_(parameter, 1.0, 0.2)
             elif name.endswith("bias"):
                 nn.init.normal_(parameter, 0.0, 0.2)
+            elif name.endswith("sinks"):
+                nn.init.normal_(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                nn.init.normal_(buffer, 0.0, 0.2)
         model.save_pretrained(folder)
         path.write_text(json.dumps(config))
         return folder

@@ -5,6 +5,7 @@ Families are found by discovery; the quirks below are what published and hand-ma
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from herder.checkpoint.huggingface import load_decoder, save_huggingface
 from herder.checkpoint.source import resolve_model
 from herder.evaluate.parity import cached_difference, compare, packed_difference
 from herder.evaluate.transformers_reference import made_by_transformers
-from herder.families.registry import families
+from herder.families.registry import architecture_from_hf, families
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.cache import KvCache
 from herder.model.decoder import Decoder
@@ -56,6 +57,11 @@ def llama3(low: float, high: float) -> dict[str, Any]:
     fields = {"factor": 8.0, "low_freq_factor": low, "high_freq_factor": high}
     section = {"rope_type": "llama3", "original_max_position_embeddings": 16, **fields}
     return {"rope_theta": 100.0, "rope_scaling": section}
+
+
+def phi3_longrope(original: int) -> dict[str, Any]:
+    """Half of a head of 16 rotates; the original window stands outside the section."""
+    return {"original_max_position_embeddings": original, **longrope(original)}
 
 
 QUIRKS: dict[str, dict[str, dict[str, Any]]] = {
@@ -149,6 +155,150 @@ QUIRKS: dict[str, dict[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     },
+    "ministral": {
+        "a window on no layer": {"layer_types": ["full_attention"] * 2},
+        "a window on all layers by default": {"layer_types": ABSENT},
+    },
+    "ministral3": {
+        "a window": {"sliding_window": 8},
+        "no scaling": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    },
+    "mixtral": {
+        "a window": {"sliding_window": 8},
+        "heads by default": {"head_dim": None},
+        "one expert a token": {"num_experts_per_tok": 1},
+        "all experts": {"num_experts_per_tok": 6},
+        "tanh gelu and a theta by default": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_theta": ABSENT,
+        },
+        "yarn": yarn(),
+    },
+    "qwen2_moe": {
+        "normalized": {"norm_topk_prob": True},
+        "a window that is off": {"use_sliding_window": False, "sliding_window": 0},
+        "layer types": {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
+        },
+        "experts every second layer": {"mlp_only_layers": ABSENT, "decoder_sparse_step": 2},
+        "dense throughout": {"mlp_only_layers": [0, 1, 2]},
+        "no biases": {"qkv_bias": False},
+        "gelu": {"hidden_act": "gelu"},
+    },
+    "qwen3_moe": {
+        "not normalized": {"norm_topk_prob": False},
+        "a window on all layers": {"use_sliding_window": True, "sliding_window": 8},
+        "dense by list, experts counted as local, biases": {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0, 2],
+            "num_experts": ABSENT,
+            "num_local_experts": 6,
+            "attention_bias": True,
+        },
+        "heads by default": {"head_dim": ABSENT},
+    },
+    "olmoe": {
+        "not clipped, normalized": {"clip_qkv": None, "norm_topk_prob": True},
+        "biases and no grouped heads": {"attention_bias": True, "num_key_value_heads": ABSENT},
+    },
+    "gpt_oss": {
+        "yarn by default": {"rope_scaling": ABSENT, "rope_theta": ABSENT},
+        "no scaling": {"rope_scaling": {"rope_type": "default"}},
+        "layer types": {"layer_types": ["full_attention", "sliding_attention"]},
+        "no attention biases": {"attention_bias": False},
+        "another gain, one expert": {"swiglu_alpha": 0.7, "num_experts_per_tok": 1},
+    },
+    "llama4_text": {
+        "no temperature": {"attn_temperature_tuning": False},
+        "no norms": {"use_qk_norm": False},
+        "experts in every layer, two a token": {
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 2,
+        },
+        "layers by list": {
+            "no_rope_layers": [0, 1, 0, 1],
+            "moe_layers": [0, 3],
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+        "an empty list of layers without rope": {"no_rope_layers": []},
+        "no chunks, another interval": {
+            "attention_chunk_size": None,
+            "no_rope_layer_interval": 2,
+        },
+        "llama3 without a ramp, biases": {**llama3(1.0, 1.0), "attention_bias": True},
+    },
+    "deepseek_v2": {
+        "latent queries": {"q_lora_rank": 18},
+        "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        "a method that ignores its groups": {"n_group": 4, "topk_group": 1},
+        "normalization that is ignored": {"norm_topk_prob": True, "routed_scaling_factor": 1.7},
+        "yarn with mscales": yarn(mscale=0.707, mscale_all_dim=0.707),
+        "yarn without mscales, biases": {**yarn(), "attention_bias": True},
+        "experts in every layer": {"first_k_dense_replace": ABSENT},
+    },
+    "deepseek_v3": {
+        "whole queries": {"q_lora_rank": None},
+        "pairs of halves": {"rope_interleave": False},
+        "not normalized, one group": {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        "no scaling, biases": {"rope_scaling": ABSENT, "attention_bias": True},
+        "dense throughout by default": {"first_k_dense_replace": ABSENT},
+        "one shared expert, another factor": {
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 0.8,
+        },
+    },
+    "smollm3": {
+        "no window": {"use_sliding_window": False},
+        "layers by list, biases": {
+            "no_rope_layers": [0, 1, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "another interval, not tied": {
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+        "windows where layers rotate": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
+    "phi3": {
+        "whole heads and a window": {"partial_rotary_factor": ABSENT, "sliding_window": 8},
+        "longrope short": phi3_longrope(64),
+        "longrope long": phi3_longrope(16),
+        "no grouped heads, tied": {"num_key_value_heads": ABSENT, "tie_word_embeddings": True},
+    },
+    "gemma2": {
+        "no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "caps and the scalar by default": {
+            "attn_logit_softcapping": ABSENT,
+            "final_logit_softcapping": ABSENT,
+            "query_pre_attn_scalar": ABSENT,
+        },
+        "layer types, biases, not tied": {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    },
+    "gemma3_text": {
+        "full layers scaled": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "tables by layer type": {
+            "rope_local_base_freq": ABSENT,
+            "rope_theta": ABSENT,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+            },
+        },
+        "a final cap": {"final_logit_softcapping": 3.0},
+        "layer types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    },
 }
 
 CASES = [
@@ -213,6 +363,16 @@ def test_cached_keys_keep_the_angles_they_were_written_with_as_in_transformers(
     assert (torch.cat(own) - torch.cat(wanted)).abs().max() < 1e-4
     whole = theirs(tokens_T[None]).logits[0]
     assert (whole - torch.cat(wanted)).abs().max() > 1e-2, "the angles did not change"
+
+
+@each_family
+def test_a_config_that_transformers_saved_again_says_the_same(family: str, tmp_path: Path) -> None:
+    config = families()[family].tiny_config()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    again = json.loads((tmp_path / "config.json").read_text())
+    assert again != config
+    assert architecture_from_hf(again, name="again") == architecture_from_hf(config, name="tiny")
 
 
 @each_family

@@ -42,7 +42,9 @@ def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) ->
         except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
             raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
     told = "" if _reads_itself(source) else ", with the weights as they were read here"
-    return _run(model, origin=f"transformers {library.__version__}{told}", seed=seed)
+    is_routed = any(layer.feed_forward == "routed" for layer in source.architecture.layers)
+    origin = f"transformers {library.__version__}{told}"
+    return _run(model, origin=origin, seed=seed, is_routed=is_routed)
 
 
 def _reads_itself(source: ModelSource) -> bool:
@@ -83,7 +85,7 @@ def _load_model(library: Any, source: ModelSource, decoder: Decoder, scratch: Pa
     return model.eval()
 
 
-def _run(model: Any, *, origin: str, seed: int) -> Golden:
+def _run(model: Any, *, origin: str, seed: int, is_routed: bool) -> Golden:
     generator = np.random.default_rng(seed)
     vocab_size = model.config.get_text_config().vocab_size
     input_ids = generator.integers(0, vocab_size, (NUM_ROWS, NUM_TOKENS))
@@ -91,8 +93,8 @@ def _run(model: Any, *, origin: str, seed: int) -> Golden:
     mask[-1, :NUM_PADS] = 0
     positions = np.maximum(mask.cumsum(-1) - 1, 0)
     given = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(mask)}
-    # Its own choice differs from the routers' where those limit groups: only these have the loss.
-    has_aux_loss = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+    # Families whose routers limit groups have no such key, and their loss counts other choices.
+    has_aux_loss = is_routed and hasattr(model.config, "router_aux_loss_coef")
     asked = {"output_hidden_states": True, "output_router_logits": has_aux_loss}
     with torch.inference_mode():
         out = model(**given, position_ids=torch.from_numpy(positions), **asked)

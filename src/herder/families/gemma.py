@@ -162,7 +162,7 @@ def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         _SCALAR: round(attention.scale**-2),
         _ATTENTION_CAP: attention.logit_softcap,
         _FINAL_CAP: architecture.final_logit_softcap,
-        "sliding_window": window_of(architecture.layers),
+        "sliding_window": window_of(architecture.layers) or WINDOW,
         "layer_types": layer_types(architecture),
     }
 

@@ -33,13 +33,15 @@ DEFAULTS = ClassDefaults(
     head_dim=64,
     rope_theta=1.5e5,
 )
+WINDOW = 128
+"""Source: transformers 5.24, GptOssConfig. It must be there, though no layer may slide."""
 SCALING = YarnScaling(
     factor=32.0,
     original_max_position_embeddings=4096,
     truncate=False,
     attention_factor=yarn_attention_factor(32.0, None, None),
 )
-"""Without rope keys. Source: transformers 5.24, GptOssConfig."""
+"""Without rope keys. Source: as above."""
 
 
 def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
@@ -49,7 +51,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     reader.neutral("hidden_act", "silu")
     reader.ignore("experts_per_token", "initial_context_length")
     default = [not is_second for is_second in every(2, reader.integer("num_hidden_layers"))]
-    layers = read_layers(reader, default, window=reader.optional_integer("sliding_window", 128))
+    layers = read_layers(reader, default, window=reader.optional_integer("sliding_window", WINDOW))
     has_bias = reader.boolean("attention_bias", True)
     moe = read_experts(
         reader,
@@ -85,7 +87,7 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         "swiglu_alpha": moe.swiglu_alpha,
         "swiglu_limit": moe.swiglu_limit,
         "attention_bias": grouped_attention_of(architecture).output_bias,
-        "sliding_window": window_of(architecture.layers),
+        "sliding_window": window_of(architecture.layers) or WINDOW,
         "layer_types": layer_types(architecture),
     }
 

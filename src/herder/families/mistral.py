@@ -60,6 +60,13 @@ def mistral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {**write_dense(architecture), "sliding_window": window, **mixed}
 
 
+def ministral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Keys of a config.json; transformers needs a window there, though no layer may slide."""
+    window = window_of(architecture.layers) or WINDOW
+    types = layer_types(architecture)
+    return {**write_dense(architecture), "sliding_window": window, "layer_types": types}
+
+
 def ministral3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     """The architecture of a Ministral3ForCausalLM."""
     reader = ConfigReader(config, where=where)
@@ -144,7 +151,7 @@ FAMILIES = (
         name="ministral",
         architectures=("MinistralForCausalLM",),
         from_hf=mistral_from_hf,
-        to_hf=mistral_to_hf,
+        to_hf=ministral_to_hf,
         weight_rules=dense_rules,
         tiny={
             **_TINY,

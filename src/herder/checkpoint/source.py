@@ -19,7 +19,7 @@ from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.metadata import META, read_meta
 from herder.checkpoint.stored import have_same_bytes, stored_tensors
 from herder.config.architecture import ArchitectureConfig
-from herder.config.catalog import model_config_json, model_names
+from herder.config.catalog import catalog_name, model_config_json, model_names
 from herder.errors import CheckpointError, ModelError, WeightsError, close_match
 from herder.families.registry import architecture_from_hf, family_named, family_of
 
@@ -81,8 +81,9 @@ def resolve_model(
         raise ModelError("the model's name is empty")
     path = Path(reference).expanduser()
     called = name or (path.name or reference).removesuffix(".gguf")
-    if reference.lower() in model_names():
-        return _from_config(model_config_json(reference), name=name or reference.lower())
+    known = catalog_name(reference)
+    if known is not None and (known == reference.lower() or not path.exists()):
+        return _from_config(model_config_json(known), name=name or known)
     if path.suffix == ".gguf":
         return _from_gguf(path, called)
     if path.is_dir():

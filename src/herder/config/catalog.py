@@ -23,6 +23,17 @@ def model_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PUBLISHED.glob("*.json")))
 
 
+def catalog_name(reference: str) -> str | None:
+    """The catalog model that a name means: one that is called so, or the one that goes on from it
+    (mixtral-8x7b: mixtral-8x7b-v0.1). None where several do, unless all go on from one of them.
+    """
+    name, known = reference.lower(), model_names()
+    longer = [each for each in known if f"{each}-".startswith(f"{name}-")]
+    shortest = min(longer, key=len, default=None)
+    goes_on = [each for each in longer if f"{each}-".startswith(f"{shortest}-")]
+    return shortest if goes_on == longer else None
+
+
 def model_config_json(name: str) -> dict[str, Any]:
     """The published config.json of a catalog model; a fresh dict on each call.
 

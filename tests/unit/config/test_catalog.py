@@ -4,6 +4,7 @@ import pytest
 
 from herder.config.catalog import (
     PUBLISHED,
+    catalog_name,
     cluster_gpu,
     gpu,
     gpu_names,
@@ -54,6 +55,23 @@ def test_an_unknown_device_gets_a_near_one(given: str, told: str) -> None:
 def test_an_unknown_model_gets_a_near_one() -> None:
     with pytest.raises(ModelError, match=r"Did you mean 'llama-2-7b'\?"):
         model_config_json("llama-2-7c")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("Mixtral-8x7B", "mixtral-8x7b-v0.1"),
+        ("olmoe", "olmoe-1b-7b-0924"),
+        ("deepseek-v3", "deepseek-v3"),
+        ("llama-4-scout", "llama-4-scout-17b-16e"),
+        ("mistral-7b", None),
+        ("llama-3", None),
+        ("qwen3-3", None),
+        ("", None),
+    ],
+)
+def test_a_name_may_end_where_only_one_model_goes_on(given: str, meant: str | None) -> None:
+    assert catalog_name(given) == meant
 
 
 @pytest.mark.parametrize("name", ["", "../gpus", "/etc/passwd", "sub/llama-2-7b"])

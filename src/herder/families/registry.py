@@ -64,8 +64,9 @@ def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> F
             return family
     claimed = [each for family in _all_families().values() for each in family.architectures]
     given = f"architectures={architectures!r}" if architectures else "no architectures"
+    sees = "It has a vision encoder. " if "vision_config" in config_json else ""
     raise ModelError(
-        f"{name}: model_type={model_type!r} with {given} is not supported. "
+        f"{name}: model_type={model_type!r} with {given} is not supported. {sees}"
         f"Supported: {', '.join(sorted(claimed))}."
     )
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
+from herder.config.catalog import model_config_json, model_names
+from herder.families.registry import architecture_from_hf
 from herder.plan.parameters import (
     active_parameter_count,
     layer_weights,
@@ -41,29 +43,55 @@ COUNTS = {
 """Of the transformers model built on the meta device."""
 
 MOE_COUNTS = {
-    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+    "mixtral-8x7b-v0.1": (46_702_792_704, 12_879_925_248),
+    "mixtral-8x22b-v0.1": (140_620_634_112, 39_152_031_744),
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
     "qwen1.5-moe-a2.7b": (14_315_784_192, 2_689_173_504),
-    "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+    "olmoe-1b-7b-0924": (6_919_161_856, 1_282_017_280),
     "gpt-oss-20b": (20_914_757_184, 4_187_440_704),
+    "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
     "deepseek-v2-lite": (15_706_484_224, 2_661_150_208),
     "deepseek-v3": (671_026_404_352, 37_552_282_624),
 }
 """All parameters, and those that one token meets."""
 
+TEXT_COUNTS = {
+    "llama-4-scout-17b-16e": (107_769_861_120, 17_172_894_720),
+    "llama-4-scout-17b-16e-instruct": (107_769_861_120, 17_172_894_720),
+    "llama-4-maverick-17b-128e-instruct": (400_711_848_960, 17_184_691_200),
+}
+"""Of their text models alone, as transformers builds them."""
+
+
+def read(name: str) -> ArchitectureConfig:
+    return architecture_from_hf(model_config_json(name), name=name)
+
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_count_of_a_dense_model_is_exact(name: str, published: Published) -> None:
-    architecture = published(name)
+def test_the_count_of_a_dense_model_is_exact(name: str) -> None:
+    architecture = read(name)
     assert parameter_count(architecture) == COUNTS[name]
     assert active_parameter_count(architecture) == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", MOE_COUNTS)
-def test_the_counts_of_a_mixture_of_experts_are_exact(name: str, published: Published) -> None:
-    architecture = published(name)
+def test_the_counts_of_a_mixture_of_experts_are_exact(name: str) -> None:
+    architecture = read(name)
     counts = parameter_count(architecture), active_parameter_count(architecture)
     assert counts == MOE_COUNTS[name]
+
+
+@pytest.mark.parametrize("name", TEXT_COUNTS)
+def test_the_counts_of_a_vision_models_text_are_exact(name: str) -> None:
+    text = architecture_from_hf(model_config_json(name)["text_config"], name=name)
+    counts = parameter_count(text), active_parameter_count(text)
+    assert counts == TEXT_COUNTS[name]
+
+
+def test_every_published_model_without_vision_is_counted() -> None:
+    seeing = {name for name in model_names() if "vision_config" in model_config_json(name)}
+    assert {*model_names()} - seeing == COUNTS.keys() | MOE_COUNTS.keys()
 
 
 def test_a_tied_head_counts_once(published: Published) -> None:

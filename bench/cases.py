@@ -27,8 +27,23 @@ DENSE = {
     "tie_word_embeddings": False,
 }
 """Model D: 56.4 M parameters."""
+ROUTED = {
+    **DENSE,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.0,
+}
+"""Model M: 29.8 M parameters."""
+EXPERT_COUNTS = ("8", "16", "32", "64")
 SEQUENCE_LENGTH = 512
 MICRO_BATCH_SIZE = 4
+TRAINED = {"train": DENSE, "train-moe": ROUTED}
+"""The works that are optimizer steps, and their models."""
 PREFILL_TOKENS = 1_024
 DECODE_PROMPT_TOKENS = 32
 DECODE_TOKENS = 64
@@ -39,18 +54,18 @@ Case = Callable[[], int]
 
 def build(side: str, work: str, precision: str, mode: str, model: Path | None) -> Case:
     """The case of one row and column of the tables."""
+    if work == "experts":
+        return herder_passes({**ROUTED, "num_local_experts": int(mode)}, precision)
+    if work in TRAINED:
+        training = {"herder": herder_training, "transformers": transformers_training}[side]
+        return training(TRAINED[work], precision, compiled=mode == "compile")
     builders = {
-        ("herder", "train"): herder_training,
-        ("transformers", "train"): transformers_training,
         ("herder", "decode"): herder_decoding,
         ("transformers", "decode"): transformers_decoding,
         ("herder", "prefill"): herder_prefill,
         ("transformers", "prefill"): transformers_prefill,
     }
-    builder = builders[side, work]
-    if work == "train":
-        return builder(precision, compiled=mode == "compile")
-    return builder(precision, model)
+    return builders[side, work](precision, model)
 
 
 def token_batches() -> torch.Tensor:
@@ -65,28 +80,59 @@ def prompt_tokens(num_tokens: int) -> torch.Tensor:
     return torch.randint(1_000, 40_000, (num_tokens,), generator=generator)
 
 
-def herder_training(precision: str, *, compiled: bool) -> Case:
+def herder_training(config: dict, precision: str, *, compiled: bool) -> Case:
     """One optimizer step of `herder train` a call."""
     from herder.config.run import OptimizerConfig
-    from herder.data.batch import MicroBatch
-    from herder.families.registry import architecture_from_hf
-    from herder.model.build import build_decoder, initialize_weights, materialize
     from herder.parallel.compile import apply_compile
     from herder.train.optimizer import build_optimizer
-    from herder.train.step import StepSettings, train_step
+    from herder.train.step import train_step
 
-    decoder = build_decoder(architecture_from_hf(DENSE, name="model D"))
-    materialize(decoder, device="cpu")
-    initialize_weights(decoder, seed=0)
+    decoder, settings = _herder_model(config, precision)
     if compiled:
         apply_compile(decoder.layers, device_type="cpu")
     optimizer = build_optimizer(decoder.named_parameters(), OptimizerConfig())
+    batches = _micro_batches()
+    return _cycle(batches, lambda batch: train_step(decoder, optimizer, [batch], settings))
+
+
+def herder_passes(config: dict, precision: str) -> Case:
+    """Forward and backward of one micro-batch a call, gradients accumulating.
+
+    The optimizer is left out: it updates all experts, whatever the tokens chose.
+    """
+    from herder.train.routers import routing_of
+    from herder.train.step import summed_loss
+
+    decoder, settings = _herder_model(config, precision)
+
+    def passes(batch) -> None:
+        routing = routing_of(decoder.config, batch)
+        loss = summed_loss(decoder, batch, settings, routing)
+        loss.backward()
+
+    return _cycle(_micro_batches(), passes)
+
+
+def _herder_model(config: dict, precision: str):
+    from herder.families.registry import architecture_from_hf
+    from herder.model.build import build_decoder, initialize_weights, materialize
+    from herder.train.step import StepSettings
+
+    decoder = build_decoder(architecture_from_hf(config, name="the benchmark's model"))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
     settings = StepSettings(
         device=torch.device("cpu"), precision=precision, loss_chunk_tokens=512, clip_norm=1.0
     )
+    return decoder, settings
+
+
+def _micro_batches() -> list:
+    from herder.data.batch import MicroBatch
+
     positions_T = torch.arange(SEQUENCE_LENGTH).repeat(MICRO_BATCH_SIZE)
     weights_T = (positions_T < SEQUENCE_LENGTH - 1).float()
-    batches = [
+    return [
         MicroBatch(
             tokens_T=rows.flatten(),
             positions_T=positions_T,
@@ -98,16 +144,15 @@ def herder_training(precision: str, *, compiled: bool) -> Case:
         for rows in token_batches()
     ]
 
-    return _cycle(batches, lambda batch: train_step(decoder, optimizer, [batch], settings))
 
-
-def transformers_training(precision: str, *, compiled: bool) -> Case:
+def transformers_training(config: dict, precision: str, *, compiled: bool) -> Case:
     """The plain loop: model with labels, backward, clip to 1.0, fused AdamW."""
     import transformers
 
-    config = transformers.LlamaConfig(**DENSE)
+    keys = {key: value for key, value in config.items() if key != "model_type"}
+    settings = transformers.AutoConfig.for_model(config["model_type"], **keys)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).train()
+    model = transformers.AutoModelForCausalLM.from_config(settings).train()
     called = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True

@@ -1,4 +1,5 @@
-"""herder beside transformers on the same work, weights, tokens and threads.
+"""herder beside transformers on the same work, weights, tokens and threads; and beside itself with
+more and more experts, of which a token meets two.
 
 Each comparison runs all its settings in processes of their own that take turns, repetition by
 repetition, so that a machine that slows down slows all of them. Prints medians, ratios of paired
@@ -12,9 +13,11 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import cases
 import roofline
 import torch
 from rich.console import Console
@@ -22,17 +25,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 HERE = Path(__file__).parent
-DENSE_FLOPS_PER_TOKEN = 252.4e6
-"""Model D, forward and backward: 6 x 40.0 M matrix parameters and causal attention at 512."""
+FLOPS_PER_TOKEN = {"train": 252.4e6, "train-moe": 75.9e6, "experts": 75.9e6}
+"""Models D and M, forward and backward: 6 x 40.0 M and 6 x 12.1 M matrix parameters that a token
+meets, and causal attention at 512."""
 AIMS = {
     ("train", "fp32"): (1.1, 0.6),
     ("train", "bf16"): (1.2, 0.6),
+    ("train-moe", "fp32"): (1.15, None),
+    ("train-moe", "bf16"): (1.3, None),
     ("decode", "fp32"): (1.5, None),
     ("decode", "bf16"): (1.5, None),
     ("prefill", "fp32"): (1.2, None),
     ("prefill", "bf16"): (1.2, None),
 }
 """(speed against the peer's best setting, peak memory against that setting's)."""
+
+
+WORKS = ("train", "train-moe", "experts", "decode", "prefill")
 
 
 @dataclass
@@ -47,7 +56,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return f"{self.side} {self.mode}"
+        return f"{self.side} {self.mode}" + (" experts" if self.mode.isdigit() else "")
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +108,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--works", nargs="+", default=["train", "decode", "prefill"])
+    parser.add_argument("--works", nargs="+", default=list(WORKS))
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", default=["eager", "compile"], help="of training")
     parser.add_argument("--repeats", type=int, default=5, help="of each setting, in turns")
@@ -120,14 +129,12 @@ def converted_model() -> Path:
 def compare(
     work: str, precision: str, model: Path | None, arguments: argparse.Namespace
 ) -> list[Worker]:
-    modes = arguments.modes if work == "train" else ["eager"]
-    workers = []
+    workers, settings = [], list(settings_of(work, arguments.modes))
     with Progress(transient=True) as progress:
-        task = progress.add_task(f"{work} {precision}", total=2 * len(modes) * arguments.repeats)
-        for side in ("herder", "transformers"):
-            for mode in modes:
-                progress.update(task, description=f"{work} {precision}: starting {side} {mode}")
-                workers.append(start(side, work, precision, mode, model, arguments.threads))
+        task = progress.add_task(f"{work} {precision}", total=len(settings) * arguments.repeats)
+        for side, mode in settings:
+            progress.update(task, description=f"{work} {precision}: starting {side} {mode}")
+            workers.append(start(side, work, precision, mode, model, arguments.threads))
         for _ in range(arguments.repeats):
             for worker in workers:
                 progress.update(task, description=f"{work} {precision}: {worker.name}")
@@ -136,6 +143,15 @@ def compare(
     for worker in workers:
         worker.close()
     return workers
+
+
+def settings_of(work: str, modes: list[str]) -> Iterator[tuple[str, str]]:
+    """(side, mode) of the settings that take turns."""
+    if work == "experts":
+        yield from (("herder", count) for count in cases.EXPERT_COUNTS)
+        return
+    for side in ("herder", "transformers"):
+        yield from ((side, mode) for mode in (modes if work in cases.TRAINED else ["eager"]))
 
 
 def start(
@@ -154,12 +170,12 @@ def start(
 def report(
     console: Console, work: str, precision: str, workers: list[Worker], limits: dict[str, float]
 ) -> list[dict]:
-    peer = max(
-        (worker for worker in workers if worker.side != "herder"),
-        key=lambda worker: worker.tokens_per_second,
-    )
-    speed_aim, memory_aim = AIMS[work, precision]
-    title = f"{work} {precision}: ratios against {peer.name}; aim {speed_aim} x"
+    peers = [worker for worker in workers if worker.side != "herder"]
+    peer = max(peers, key=lambda worker: worker.tokens_per_second) if peers else workers[0]
+    speed_aim, memory_aim = AIMS.get((work, precision), (None, None))
+    title = f"{work} {precision}: ratios against {peer.name}"
+    if speed_aim:
+        title += f"; aim {speed_aim} x"
     if memory_aim:
         title += f" at {memory_aim:.0%} of its memory"
     table = Table(title=title, title_justify="left")
@@ -205,8 +221,8 @@ def share_of_limit(
     gemm_gflops = limits["fp32 GEMM GFLOP/s"]
     if precision == "bf16":  # whose products may be taken in fp32 where that is faster
         gemm_gflops = max(gemm_gflops, limits["bf16 GEMM GFLOP/s"])
-    if work == "train":
-        return tokens_per_second * DENSE_FLOPS_PER_TOKEN / 1e9 / gemm_gflops, "GEMM"
+    if work in FLOPS_PER_TOKEN:
+        return tokens_per_second * FLOPS_PER_TOKEN[work] / 1e9 / gemm_gflops, "GEMM"
     num_parameters = 134_515_008
     if work == "prefill":
         num_matrix_parameters = num_parameters - 49_152 * 576

@@ -20,9 +20,11 @@ import torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=["herder", "transformers"])
-    parser.add_argument("work", choices=["train", "decode", "prefill"])
+    parser.add_argument("work", choices=[*cases.TRAINED, "experts", "decode", "prefill"])
     parser.add_argument("--precision", choices=["fp32", "bf16"], required=True)
-    parser.add_argument("--mode", choices=["eager", "compile"], default="eager")
+    parser.add_argument(
+        "--mode", choices=["eager", "compile", *cases.EXPERT_COUNTS], default="eager"
+    )
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--warmup", type=int, default=1)

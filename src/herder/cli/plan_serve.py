@@ -7,7 +7,9 @@ import click
 from herder.cli.models import resolve
 from herder.cli.plan_options import COUNT, cluster_options, print_plan
 from herder.config.detect import choose_cluster
+from herder.families.registry import family_named
 from herder.plan.serving import DEFAULT_UTILIZATION, plan_serving
+from herder.plan.weight_format import published_format
 
 
 @click.command("serve")
@@ -40,6 +42,7 @@ def serve(
     herder plan serve llama-3.1-405b --gpu h100-80gb --json
     """
     source = resolve(model, needs_weights=False)
+    rules = family_named(source.family).weight_rules(source.architecture)
     plan = plan_serving(
         source.architecture,
         choose_cluster(None, nodes=nodes, gpus_per_node=gpus_per_node, gpu_name=gpu_name),
@@ -47,5 +50,6 @@ def serve(
         context_tokens=context,
         tensor_parallel_size=tensor_parallel,
         utilization=utilization,
+        published=published_format(source.config_json, rules, where=source.name),
     )
     print_plan(plan, as_json=as_json)

@@ -2,8 +2,10 @@
 
 Owns the convention: **model FLOPs**, two per multiply-accumulate, of the matrix products and of
 attention, without recompute, norms, activations or the embedding lookup. Attention counts the keys
-that each query sees under its mask, as a fused kernel computes them: about half of the square that
-PaLM's appendix B and most older tables count. A backward pass is twice its forward pass.
+that each query sees under its mask, window or chunk, as a fused kernel computes them: about half of
+the square that PaLM's appendix B and most older tables count. A sink is no key. Latent attention
+counts expanded, as it trains. A token pays for its k experts and the shared one, never for the
+rest. A backward pass is twice its forward pass.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Owns which bytes count and on which pipeline stage they peak; decides nothing. `
 with even shares; `largest_rank_state` follows real shards: embedding and head on the ends, uneven
 stages, key-value heads copied where tensor parallelism exceeds them. Activations are the tensors
 that autograd saves in one layer of model/: eager PyTorch with fused attention (scores are never
-stored). Tensor parallelism comes with sequence parallelism, so the residual stream is split; the
-gathered input of a column-parallel product is kept whole. Source for the method: Korthikanti et
-al., arXiv:2205.05198, section 4.
+stored), experts chosen evenly. Tensor parallelism comes with sequence parallelism, so the residual
+stream is split; the gathered input of a column-parallel product is kept whole. Source for the
+method: Korthikanti et al., arXiv:2205.05198, section 4.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ CPU_OVERHEAD_BYTES = round(0.5 * GB)
 """Resident size of a process that has imported torch and read a tokenizer."""
 BLOCKS_IN_FLIGHT = 2
 """Blocks whose parameters are gathered or gradients reduced at once: this one and its neighbour."""
-GATED_MLP_TENSORS = 4
-"""gate, silu(gate), up and their product: operators of down(silu(gate) * up) save one each."""
+GATED_TENSORS = 2
+"""Kept of down(act(gate) * up): gate and up. Their product is made again."""
+GATED_GRADIENT_TENSORS = 6
+"""Alive at once in its backward pass: act(gate), the product, and gradients of product, act(gate),
+gate and up."""
+ROW_TENSORS = 2
+"""Copies of a token for each of its experts that are kept: what goes in, and what comes out."""
+ROW_GRADIENT_TENSORS = 4
+"""Alive at once of their gradients, in bf16: those of both, and one of them in fp32."""
+ROUTER_TENSORS = 3
+"""Numbers an expert that are kept in fp32: its share, and twice its logit for losses and events.
+The router also keeps its input in fp32."""
 LOGIT_BYTES = 10
 """Of one logit while its chunk of the loss is computed: bf16, an fp32 copy, an fp32 gradient."""
 FP32_LOGIT_BYTES = 8
@@ -64,16 +74,22 @@ def state_bytes(parameters: RankParameters, layout: Layout, widths: StateWidths)
     Over P ranks with bf16 parameters: stage 0 16N, stage 1 12N/P + 4N, stage 2 14N/P + 2N, stage 3
     16N/P. Experts are shared out over the P / EP ranks that hold the same ones.
     """
-    expert_shards = layout.num_shards // layout.expert_parallel_size
-    shared = parameters.dense / layout.num_shards + parameters.experts / expert_shards
+    shared = shared_out(parameters, layout)
     stages = ((3, widths.parameter), (2, widths.gradient), (1, widths.optimizer))
     return sum(w * (shared if layout.zero_stage >= s else parameters.total) for s, w in stages)
 
 
-def _even_state_bytes(request: Request, layout: Layout) -> float:
+def shared_out(parameters: RankParameters, layout: Layout) -> float:
+    """A rank's share of parameters where those that hold the same ones share them out."""
+    expert_shards = layout.num_shards // layout.expert_parallel_size
+    return parameters.dense / layout.num_shards + parameters.experts / expert_shards
+
+
+def even_state_bytes(request: Request, layout: Layout, parameters: RankParameters) -> float:
     """The rule with even shares: N / (TP PP), experts also over EP."""
-    ways, whole = layout.tensor_parallel_size * layout.pipeline_parallel_size, request.sizes.whole
-    share = RankParameters(whole.dense / ways, whole.experts / ways / layout.expert_parallel_size)
+    ways = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    experts = parameters.experts / ways / layout.expert_parallel_size
+    share = RankParameters(parameters.dense / ways, experts)
     return state_bytes(share, layout, request.state_widths(layout))
 
 
@@ -85,20 +101,21 @@ def _budget_bytes(gpu: GpuConfig) -> float:
 
 def cannot_fit(request: Request, layout: Layout) -> bool:
     """Whether state alone exceeds the budget: known before any micro-batch is looked at."""
-    return _even_state_bytes(request, layout) > _budget_bytes(request.gpu)
+    return even_state_bytes(request, layout, request.sizes.whole) > _budget_bytes(request.gpu)
 
 
 def training_memory(candidate: Candidate) -> MemoryGb:
     """The parts on the device that fills most, over all pipeline stages."""
-    layout, gpu = candidate.layout, candidate.request.gpu
+    request, layout = candidate.request, candidate.layout
+    gpu, sizes = request.gpu, request.sizes
     overhead = CPU_OVERHEAD_BYTES
     if gpu.kind == "gpu":
         overhead = ONE_RANK_OVERHEAD_BYTES if layout.num_ranks == 1 else MANY_RANKS_OVERHEAD_BYTES
-    distinct = candidate.request.sizes.distinct_stages(layout.pipeline_parallel_size)
+    distinct = sizes.distinct_stages(layout.pipeline_parallel_size)
     stages = [_stage_bytes(candidate, stage) for stage in distinct]
     fullest = max(stages, key=sum)
     return MemoryGb(
-        state=_even_state_bytes(candidate.request, layout) / GB,
+        state=even_state_bytes(request, layout, sizes.whole) / GB,
         largest_rank_state=max(state for state, *_ in stages) / GB,
         activations=fullest[1] / GB,
         logits=fullest[2] / GB,
@@ -172,22 +189,30 @@ def layer_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:
     residual = 2 * hidden * candidate.residual_bytes / tp
     if architecture.branch_norm:
         residual += 2 * hidden * compute / tp
-    saved = 2 * hidden + _attention_elements(architecture, tp)
-    saved += GATED_MLP_TENSORS * _active_width(architecture, layer) / tp
+    in_fp32 = architecture.attention.num_attention_heads / tp
+    saved = hidden + _attention_elements(architecture, tp)
+    saved += GATED_TENSORS * _active_width(architecture, layer) / tp
     moe = architecture.moe
     if layer.feed_forward == "dense" or moe is None:
-        return residual + compute * saved
-    # Routed layers keep a copy of each token for each of its experts, in and out.
-    saved += moe.num_experts_per_token * 2 * hidden
-    saved += GATED_MLP_TENSORS * (moe.shared_expert_intermediate_size or 0) / tp
-    return residual + compute * saved + 4 * moe.num_experts
+        return residual + compute * (saved + hidden) + 4 * in_fp32
+    saved += ROW_TENSORS * moe.num_experts_per_token * hidden
+    in_fp32 += hidden + ROUTER_TENSORS * moe.num_experts
+    shared_width = moe.shared_expert_intermediate_size
+    if compute < 4 and (shared_width is not None or moe.weight_on_input):
+        saved += hidden
+    if shared_width is not None:
+        saved += GATED_TENSORS * shared_width / tp + hidden * moe.shared_expert_gate
+    return residual + compute * saved + 4 * in_fp32
 
 
 def _gradient_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:
-    """Gradients alive at once in a layer's backward pass: of the gated product, gate and up."""
+    """Gradients alive at once in the backward pass of a layer's feed-forward."""
     architecture, tp = candidate.request.sizes.architecture, candidate.layout.tensor_parallel_size
-    width = _active_width(architecture, layer)
-    return candidate.compute_bytes * (3 * width / tp + 2 * architecture.hidden_size)
+    moe, hidden = architecture.moe, architecture.hidden_size
+    elements = GATED_GRADIENT_TENSORS * _active_width(architecture, layer) / tp + 2 * hidden
+    if layer.feed_forward == "routed" and moe is not None:
+        elements += ROW_GRADIENT_TENSORS * moe.num_experts_per_token * hidden
+    return candidate.compute_bytes * elements
 
 
 def _active_width(architecture: ArchitectureConfig, layer: LayerSpec) -> int:
@@ -200,14 +225,17 @@ def _active_width(architecture: ArchitectureConfig, layer: LayerSpec) -> int:
 
 
 def _attention_elements(architecture: ArchitectureConfig, tp: int) -> float:
-    """Queries, keys, values as attention takes them, its output, and latents or unrotated heads."""
+    """Queries, keys, values as attention takes them, its output, and what norms take.
+
+    Latent attention is expanded: its values are kept with the keys they were expanded beside.
+    """
     attention = architecture.attention
     if isinstance(attention, GroupedQueryAttention):
         query = attention.num_attention_heads * attention.head_dim / tp
         keys_values = 2 * max(1.0, attention.num_key_value_heads / tp) * attention.head_dim
         normed = query + keys_values / 2 if attention.qk_norm != "none" else 0.0
         return 2 * query + keys_values + normed
-    latents = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
+    latents = 2 * (attention.q_lora_rank or 0) + 2 * attention.kv_lora_rank
     query_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    heads = attention.num_attention_heads / tp
-    return 2 * latents + heads * (2 * query_dim + 2 * attention.v_head_dim)
+    head = 2 * query_dim + attention.qk_nope_head_dim + 2 * attention.v_head_dim
+    return latents + attention.qk_rope_head_dim + attention.num_attention_heads / tp * head

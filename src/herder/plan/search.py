@@ -18,6 +18,7 @@ from herder.plan.layout import (
     Layout,
     ZeroStage,
     divisors,
+    fast_domain_size,
     legal_expert_degrees,
     legal_tensor_degrees,
     tensor_degree_problem,
@@ -46,8 +47,10 @@ Choice = tuple[Candidate | None, list[Rejected]]
 
 
 def layouts_by_simplicity(request: Request) -> Iterator[Layout]:
-    """TP 1, then the largest legal TP; then pipeline stages; at each step EP, and ZeRO 1, 2, 3.
+    """TP 1, then the largest legal TP; then pipeline stages; at each step ZeRO 1, 2, 3.
 
+    Experts are spread over the fast links at each stage, then over all links, both before ZeRO-3:
+    that gathers the weights of all experts for each micro-batch, and a token meets few of them.
     Context parallelism comes last, when none of these fit: only length asks for it.
     """
     largest = legal_tensor_degrees(request.sizes.architecture, request.cluster)[-1]
@@ -74,9 +77,15 @@ def _layouts(
     dp, rest = divmod(request.cluster.num_gpus, tp * pp * cp)
     if rest or pp > architecture.num_layers:
         return
-    for ep in legal_expert_degrees(architecture, dp):
-        for stage in zero_stages if dp * cp > 1 else (0,):
-            yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
+    degrees, fast = legal_expert_degrees(architecture, dp), fast_domain_size(request.cluster)
+    near = [ep for ep in degrees if ep == 1 or ep * tp * cp <= fast]
+    far = degrees[len(near) :]
+    stages: tuple[ZeroStage, ...] = tuple(zero_stages) if dp * cp > 1 else (0,)
+    whole = tuple(stage for stage in stages if stage < 3)
+    for some, spread in ((whole, near), (whole, far), (stages[len(whole) :], degrees)):
+        for stage in some:
+            for ep in spread:
+                yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
 
 
 def make_layout(*, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage) -> Layout:

@@ -7,13 +7,19 @@ layers where the layers do not divide evenly.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
-from herder.plan.parameters import Weight, embedding_weights, head_weights, layer_weights
+from herder.plan.parameters import (
+    Module,
+    Weight,
+    embedding_weights,
+    head_weights,
+    layer_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +83,31 @@ class ModelSizes:
 
     def _stage_on_rank(self, pp: int, stage: int, *, tp: int, ep: int) -> RankParameters:
         """A stage's parameters on one rank."""
-        layers = [
-            (w, n) for kind, n in self.stage_layers(pp)[stage].items() for w in self.kinds[kind]
-        ]
-        return self._on_rank([*layers, *((w, 1) for w in self._ends(pp, stage))], tp=tp, ep=ep)
+        return self._on_rank(self._stage_weights(pp, stage), tp=tp, ep=ep)
+
+    def _stage_weights(self, pp: int, stage: int) -> Iterator[tuple[Weight, int]]:
+        """A stage's weights, each with how often it is there."""
+        for kind, times in self.stage_layers(pp)[stage].items():
+            yield from ((weight, times) for weight in self.kinds[kind])
+        yield from ((weight, 1) for weight in self._ends(pp, stage))
+
+    def bytes_on_rank(
+        self, pp: int, stage: int, *, tp: int, ep: int, of: Callable[[Weight], float]
+    ) -> float:
+        """Bytes of a stage's weights on one rank, `of` telling those of a parameter."""
+        heads = self.num_key_value_heads
+        return sum(
+            times * of(weight) * weight.local_parameters(tp=tp, ep=ep, num_key_value_heads=heads)
+            for weight, times in self._stage_weights(pp, stage)
+        )
+
+    def bytes_by_module(self, of: Callable[[Weight], float]) -> dict[Module, float]:
+        """Bytes of all weights, `of` telling those of a parameter."""
+        sums: dict[Module, float] = {}
+        for weight, times in self._stage_weights(1, 0):
+            added = times * weight.num_parameters * of(weight)
+            sums[weight.module] = sums.get(weight.module, 0.0) + added
+        return sums
 
     def _ends(self, pp: int, stage: int) -> Iterator[Weight]:
         """What a stage holds beside layers. The last one holds a tied embedding again."""

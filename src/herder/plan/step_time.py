@@ -23,8 +23,9 @@ from herder.plan.flops import (
     mean_keys,
 )
 from herder.plan.layout import fast_domain_size
-from herder.plan.memory import LOGIT_BYTES, layer_bytes_per_token
+from herder.plan.memory import LOGIT_BYTES, layer_bytes_per_token, shared_out
 from herder.plan.parameters import Weight
+from herder.plan.stages import RankParameters
 from herder.units import GB, TFLOP
 
 MATMUL_PEAK_SHARE = {
@@ -92,27 +93,49 @@ class Group:
     """Devices that communicate together."""
 
     num_ranks: int
-    bytes_per_second: float
+    num_inside: int
+    """Of them, how many share a fast domain."""
+    inside_bytes_per_second: float
+    """What one device sends to others of its domain."""
+    outside_bytes_per_second: float
     latency_seconds: float
 
+    @property
+    def bytes_per_second(self) -> float:
+        """Of a collective that all devices of a domain take part in, each over its own link."""
+        if self.num_ranks == self.num_inside:
+            return self.inside_bytes_per_second
+        return min(self.inside_bytes_per_second, self.outside_bytes_per_second * self.num_inside)
+
     def seconds(self, num_bytes: float, calls: float = 1) -> float:
-        """A gather, reduce-scatter or all-to-all of `num_bytes` in all, in `calls` pieces."""
+        """A gather or reduce-scatter of `num_bytes` in all, in `calls` pieces."""
         if self.num_ranks == 1:
             return 0.0
         moved = num_bytes * (self.num_ranks - 1) / self.num_ranks
         return moved / self.bytes_per_second + calls * self.latency_seconds
+
+    def exchange_seconds(self, num_bytes: float, calls: float) -> float:
+        """An all-to-all in which each device sends `num_bytes`, evenly: most of them leave its
+        domain over its one link."""
+        each = num_bytes / self.num_ranks
+        inside = each * (self.num_inside - 1) / self.inside_bytes_per_second
+        outside = each * (self.num_ranks - self.num_inside) / self.outside_bytes_per_second
+        return inside + outside + calls * self.latency_seconds
 
 
 def collective(cluster: ClusterConfig, gpu: GpuConfig, num_ranks: int, stride: int) -> Group:
     """The group of `num_ranks` devices that lie `stride` apart."""
     inside = max(1, min(num_ranks, fast_domain_size(cluster) // stride))
     domains = ceil(num_ranks / inside)
-    width = gpu.intra_node_bandwidth_gb_per_second
-    if domains > 1:
-        width = min(width, cluster.inter_node_bandwidth_gb_per_second * inside)
     hops = cluster.intra_node_latency_microseconds * (inside - 1)
     hops += cluster.inter_node_latency_microseconds * (domains - 1)
-    return Group(num_ranks, width * GB * COLLECTIVE_BANDWIDTH_SHARE, hops * 1e-6)
+    return Group(
+        num_ranks,
+        inside,
+        gpu.intra_node_bandwidth_gb_per_second * GB * COLLECTIVE_BANDWIDTH_SHARE,
+        cluster.inter_node_bandwidth_gb_per_second * GB * COLLECTIVE_BANDWIDTH_SHARE,
+        hops * 1e-6,
+    )
 
 
 def peak_flops(gpu: GpuConfig, precision: Precision) -> float:
@@ -173,9 +196,9 @@ class _Stage:
         return self.candidate.stage_layers(self.stage)
 
     @property
-    def parameters(self) -> float:
+    def parameters(self) -> RankParameters:
         """Of one rank."""
-        return self.candidate.stage_parameters(self.stage).total
+        return self.candidate.stage_parameters(self.stage)
 
     def group(self, num_ranks: int, stride: int) -> Group:
         """Ranks of one mesh axis."""
@@ -234,15 +257,16 @@ class _Stage:
         return max(0.0, group.seconds(ring * 3, 3 * layers) - self.attention)
 
     def _expert_parallel(self) -> float:
-        """Dispatch and combine, forward and backward: all-to-all of k copies of each token."""
+        """Dispatch and combine in each pass: all-to-all of k copies of each token."""
         layout, moe = self.candidate.layout, self.candidate.request.sizes.architecture.moe
         if moe is None or layout.expert_parallel_size == 1:
             return 0.0
         routed = sum(n for layer, n in self.layers.items() if layer.feed_forward == "routed")
+        calls = 2 * routed * (3 if self.candidate.recompute == "full" else 2)
         tp = layout.tensor_parallel_size
         group = self.group(layout.expert_parallel_size, tp * layout.context_parallel_size)
         copies = self.residual_bytes / tp * moe.num_experts_per_token
-        return group.seconds(4 * routed * copies, 4 * routed)
+        return group.exchange_seconds(calls * copies, calls)
 
     def _pipeline_transfer(self) -> float:
         """Filling and draining: one activation and one gradient between neighbouring stages."""
@@ -257,13 +281,17 @@ class _Stage:
 
         Source: ZeRO, arXiv:1910.02054, section 7 (volumes).
         """
-        layout, widths = self.candidate.layout, self.candidate.widths
-        if layout.num_shards == 1:
-            return 0.0
-        group = self.group(layout.num_shards, layout.tensor_parallel_size)
-        blocks = self.layers.total() + 1
-        reduce = group.seconds(self.parameters * widths.gradient, blocks)
-        gather = group.seconds(self.parameters * widths.parameter, blocks)
+        layout, widths, parameters = self.candidate.layout, self.candidate.widths, self.parameters
+        blocks, ep = self.layers.total() + 1, layout.expert_parallel_size
+        everyone = self.group(layout.num_shards, layout.tensor_parallel_size)
+        same_experts = self.group(layout.num_shards // ep, layout.tensor_parallel_size * ep)
+
+        def seconds(width: int) -> float:
+            """Of one round over all parameters in numbers of `width` bytes."""
+            experts = same_experts.seconds(parameters.experts * width, blocks)
+            return everyone.seconds(parameters.dense * width, blocks) + experts
+
+        reduce, gather = seconds(widths.gradient), seconds(widths.parameter)
         sharded = layout.zero_stage == 3
         rounds = self.candidate.num_micro_batches if sharded else 1
         communication = rounds * (reduce + (2 * gather if sharded else gather))
@@ -271,9 +299,9 @@ class _Stage:
         return max(communication - hidden, MIN_EXPOSED_SHARE * communication)
 
     def _optimizer(self) -> float:
-        layout = self.candidate.layout
-        shards = layout.num_shards if layout.zero_stage > 0 else 1
-        traffic = self.parameters / shards * OPTIMIZER_TRAFFIC_BYTES
+        layout, parameters = self.candidate.layout, self.parameters
+        kept = shared_out(parameters, layout) if layout.zero_stage > 0 else parameters.total
+        traffic = kept * OPTIMIZER_TRAFFIC_BYTES
         return traffic / _memory_bytes_per_second(self.candidate.request.gpu)
 
 

@@ -153,9 +153,17 @@ def serving_table(plan: ServingPlan) -> Group:
 def _serving_facts(plan: ServingPlan) -> Iterator[tuple[str, str]]:
     layout, context = plan.layout, f"{plan.context_tokens:,}"
     yield "cluster", told_cluster(plan.cluster)
-    stages = f", PP {layout.pipeline_parallel_size}" if layout.pipeline_parallel_size > 1 else ""
-    replicas = f"{layout.data_parallel_size} replica{'s' if layout.data_parallel_size > 1 else ''}"
-    yield "layout", f"TP {layout.tensor_parallel_size}{stages}, {replicas}"
+    degrees = {
+        "TP": layout.tensor_parallel_size,
+        "EP": layout.expert_parallel_size,
+        "PP": layout.pipeline_parallel_size,
+    }
+    told = [f"{name} {size}" for name, size in degrees.items() if size > 1 or name == "TP"]
+    replicas = layout.num_replicas
+    told.append(f"{replicas} replica{'s' if replicas > 1 else ''}")
+    if layout.data_parallel_size > replicas:
+        told.append(f"{layout.data_parallel_size} copies of attention")
+    yield "layout", ", ".join(told)
     yield "shape", plan.distribution_shape
     yield "formats", f"{plan.weight_dtype} weights, {plan.kv_cache_dtype} cache"
     yield (

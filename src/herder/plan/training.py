@@ -16,7 +16,7 @@ from herder.errors import PlanError
 from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
 from herder.plan.layout import Layout, smallest_cluster
-from herder.plan.memory import MemoryGb, training_memory
+from herder.plan.memory import MemoryGb, even_state_bytes, training_memory
 from herder.plan.parameters import active_parameter_count, parameters_by_module
 from herder.plan.reliability import Reliability, plan_reliability
 from herder.plan.search import (
@@ -28,7 +28,7 @@ from herder.plan.search import (
     nearest_refusals,
     tokens_per_second,
 )
-from herder.plan.stages import ModelSizes
+from herder.plan.stages import ModelSizes, RankParameters
 from herder.plan.step_time import StepTimeSeconds, peak_flops, simulate_step
 from herder.units import GB
 
@@ -212,7 +212,7 @@ def _assembled(
     request, layout = chosen.request, chosen.layout
     cluster, train, sizes = request.cluster, request.train, request.sizes
     memory, step = training_memory(chosen), simulate_step(chosen)
-    modules = _modules(chosen, memory.state)
+    modules = _modules(chosen)
     parameters = sum(share.parameters for share in modules)
     flops = sum(share.training_flops_per_token for share in modules)
     stored: Precision = "fp32" if chosen.widths == FULL else "bf16"
@@ -249,17 +249,24 @@ def _assembled(
     )
 
 
-def _modules(chosen: Candidate, state_gb: float) -> tuple[ModuleShare, ...]:
-    architecture, length = chosen.request.sizes.architecture, chosen.request.train.sequence_length
+def _modules(chosen: Candidate) -> tuple[ModuleShare, ...]:
+    request = chosen.request
+    architecture, length = request.sizes.architecture, request.train.sequence_length
     parameters: dict[str, int] = {**parameters_by_module(architecture)}
     flops: dict[str, float] = {**forward_flops_by_module(architecture, sequence_length=length)}
-    each_gb = state_gb / sum(parameters.values())
+
+    def state_gb(name: str) -> float:
+        number = float(parameters.get(name, 0))
+        is_experts = name == "experts"
+        of_module = RankParameters(experts=number) if is_experts else RankParameters(dense=number)
+        return even_state_bytes(request, chosen.layout, of_module) / GB
+
     return tuple(
         ModuleShare(
             module=name,
             parameters=parameters.get(name, 0),
             training_flops_per_token=TRAINING_PASSES * flops.get(name, 0.0),
-            state_gb=each_gb * parameters.get(name, 0),
+            state_gb=state_gb(name),
         )
         for name in dict.fromkeys([*parameters, *flops])
     )

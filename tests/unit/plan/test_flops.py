@@ -79,6 +79,64 @@ def test_latent_attention_scores_with_nope_and_rope_and_sums_values(published: P
     assert by_module["scores"] == pytest.approx(61 * 2 * 128 * (128 + 64 + 128) * 4097 / 2)
 
 
+def test_windows_on_every_other_layer_count_their_own_keys(published: Published) -> None:
+    """gpt-oss: 12 layers of 128 keys and 12 that see all; sinks are no keys and are not counted."""
+    by_module = forward_flops_by_module(published("gpt-oss-20b"), sequence_length=8192)
+    in_window = (128 * 129 / 2 + (8192 - 128) * 128) / 8192
+    keys = 12 * in_window + 12 * 8193 / 2
+    assert by_module["scores"] == pytest.approx(4 * 64 * 64 * keys)
+
+
+def test_chunks_start_again_every_so_many_tokens(published: Published) -> None:
+    """Llama 4: three of four layers see their chunk of 8,192, the fourth everything."""
+    gpt_oss = published("gpt-oss-20b")
+    chunk, whole = LayerSpec(attention="chunked", window=8192), LayerSpec(rope=None)
+    layers = tuple(whole if index % 4 == 3 else chunk for index in range(48))
+    routed = tuple(layer.model_copy(update={"feed_forward": "routed"}) for layer in layers)
+    scout = gpt_oss.model_copy(update={"layers": routed})
+    by_module = forward_flops_by_module(scout, sequence_length=3 * 8192)
+    keys = 36 * 8193 / 2 + 12 * (3 * 8192 + 1) / 2
+    assert by_module["scores"] == pytest.approx(4 * 64 * 64 * keys)
+    kept = kv_bytes_per_sequence(
+        scout, layers=Counter(routed), num_tokens=3 * 8192, bytes_per_element=2
+    )
+    assert kept == (36 + 3 * 12) * 8192 * 2 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "routed", "experts", "shared"),
+    [
+        ("qwen3-30b-a3b", 48 * 2 * 128 * 2048, 48 * 8 * 2 * 3 * 2048 * 768, 0),
+        (
+            "deepseek-v3",
+            58 * 2 * 256 * 7168,
+            58 * 8 * 2 * 3 * 7168 * 2048,
+            58 * 2 * 3 * 7168 * 2048,
+        ),
+        (
+            "qwen1.5-moe-a2.7b",
+            24 * 2 * 60 * 2048,
+            24 * 4 * 2 * 3 * 2048 * 1408,
+            24 * 2 * (3 * 2048 * 5632 + 2048),
+        ),
+    ],
+)
+def test_routers_chosen_experts_and_the_shared_one(
+    name: str, routed: int, experts: int, shared: int, published: Published
+) -> None:
+    by_module = forward_flops_by_module(published(name), sequence_length=4096)
+    assert by_module["router"] == routed
+    assert by_module["experts"] == experts
+    assert by_module.get("shared_expert", 0) == shared
+
+
+def test_latent_projections_of_deepseek_v3(published: Published) -> None:
+    by_module = forward_flops_by_module(published("deepseek-v3"), sequence_length=4096)
+    queries = 7168 * 1536 + 1536 * 128 * 192
+    latent = 7168 * 576 + 512 * 128 * 256
+    assert by_module["attention"] == 61 * 2 * (queries + latent + 128 * 128 * 7168)
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "width", "expected"),
     [
@@ -89,6 +147,8 @@ def test_latent_attention_scores_with_nope_and_rope_and_sums_values(published: P
         ("llama-3-8b", 16, 2, 2 * 32 * 1 * 128 * 2),
         ("deepseek-v3", 1, 2, 61 * (512 + 64) * 2),
         ("deepseek-v3", 8, 2, 61 * (512 + 64) * 2),
+        ("gpt-oss-120b", 1, 2, 36 * 2 * 8 * 64 * 2),
+        ("qwen3-235b-a22b", 8, 1, 94 * 2 * 1 * 128),
     ],
 )
 def test_cache_bytes_a_token(

@@ -87,6 +87,22 @@ def test_zero_stages_rise_at_each_step(published: Published) -> None:
     assert [x.zero_stage for x in layouts] == [1, 2, 3, 0]
 
 
+def test_experts_are_spread_over_fast_links_then_all_of_them_and_gathered_last(
+    published: Published,
+) -> None:
+    cluster = ClusterConfig(nodes=4, gpus_per_node=8)
+    layouts = list(layouts_by_simplicity(request(published("mixtral-8x22b"), cluster, 4096)))
+    order = [(x.zero_stage, x.expert_parallel_size) for x in layouts if x.num_shards == 32]
+    assert order == [(stage, ep) for stage in (1, 2, 3) for ep in (1, 2, 4, 8)]
+    wide = list(layouts_by_simplicity(request(published("olmoe"), cluster, 4096)))
+    order = [(x.zero_stage, x.expert_parallel_size) for x in wide if x.num_shards == 32]
+    near, far = [1, 2, 4, 8], [16, 32]
+    assert order == [
+        *((stage, ep) for degrees in (near, far) for stage in (1, 2) for ep in degrees),
+        *((3, ep) for ep in near + far),
+    ]
+
+
 def test_context_parallelism_is_for_long_sequences_only(published: Published) -> None:
     cluster = ClusterConfig(nodes=1, gpus_per_node=8)
     llama = published("llama-3-8b")

@@ -9,7 +9,7 @@ from herder.config.architecture import ArchitectureConfig
 from herder.config.run import ClusterConfig, TrainConfig
 from herder.plan.candidate import FULL, MIXED, Candidate, Request
 from herder.plan.layout import Layout
-from herder.plan.memory import MemoryGb, state_bytes, training_memory
+from herder.plan.memory import MemoryGb, layer_bytes_per_token, state_bytes, training_memory
 from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes, RankParameters
 
@@ -124,3 +124,28 @@ def test_logits_exist_for_one_chunk_at_a_time(published: Published) -> None:
     whole = memory(published("qwen3-8b"), of).logits
     assert memory(published("qwen3-8b"), of, half).logits == pytest.approx(whole / 2)
     assert whole == pytest.approx(512 * 151_936 * 10 / 1e9)
+
+
+def test_a_routed_layer_keeps_each_token_once_for_each_of_its_experts(published: Published) -> None:
+    """By hand, of one token in bf16: two residuals in, q, k, v and attention's output, one normed
+    input; k rows in and out, k gates and ups; in fp32 a number a head, the router's input and three
+    numbers an expert."""
+    mixtral = published("mixtral-8x7b")
+    request = Request(ModelSizes(mixtral), ClusterConfig(gpu="h100-80gb"), TRAIN)
+    candidate = Candidate(request, layout(dp=8), 1, 1, "none")
+    residual, attention = 2 * 4096, 4096 + 2 * 4096 + 2 * 1024
+    rows, gated = 2 * 2 * 4096, 2 * 2 * 14_336
+    in_bf16, in_fp32 = residual + attention + rows + gated, 32 + 4096 + 3 * 8
+    found = layer_bytes_per_token(candidate, mixtral.layers[0])
+    assert found == 2 * in_bf16 + 4 * in_fp32
+
+
+def test_spread_experts_take_less_state_and_as_many_activations(published: Published) -> None:
+    whole, spread = (
+        memory(published("mixtral-8x7b"), layout(dp=8, ep=ep, zero_stage=1)) for ep in (1, 8)
+    )
+    assert spread.activations == whole.activations
+    experts = 32 * 8 * 3 * 4096 * 14_336
+    dense = 46_702_792_704 - experts
+    assert whole.state == pytest.approx((4 + 12 / 8) * (dense + experts) / 1e9)
+    assert spread.state == pytest.approx(((4 + 12 / 8) * dense + 16 * experts / 8) / 1e9)

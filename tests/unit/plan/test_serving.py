@@ -10,6 +10,7 @@ from herder.config.run import ClusterConfig
 from herder.errors import PlanError
 from herder.plan.parameters import parameter_count
 from herder.plan.serving import ServingPlan, gpus_needed, plan_serving
+from herder.plan.weight_format import WeightFormat
 
 Published = Callable[[str], ArchitectureConfig]
 
@@ -103,13 +104,86 @@ def test_the_distribution_shape_is_named(
     assert plan.distribution_shape == shape
 
 
-def test_experts_beyond_tensor_parallelism_are_spread_over_data_parallel_ranks(
+def test_experts_beyond_tensor_parallelism_are_spread_over_copies_of_attention(
     published: Published,
 ) -> None:
     on = ClusterConfig(nodes=2, gpus_per_node=4, gpu="a100-80gb")
     plan = plan_serving(published("200b-moe"), on, model="200b")
-    assert plan.layout.pipeline_parallel_size > 1
+    layout = plan.layout
+    assert (layout.tensor_parallel_size, layout.expert_parallel_size) == (4, 8)
+    assert (layout.data_parallel_size, layout.pipeline_parallel_size) == (2, 1)
     assert plan.distribution_shape == "DP attention + EP MoE"
+    experts, router, norms = 48 * 64 * 3 * 6144 * 3456, 48 * 64 * 6144, (2 * 48 + 1) * 6144
+    split = 201_509_640_192 - experts - router - norms
+    on_rank = experts / 8 + split / 4 + router + norms
+    assert plan.weights_gb_per_gpu == pytest.approx(2 * on_rank / 1e9)
+    each = (68e9 - 2 * on_rank) // (8192 * 48 * 2 * 2 * 128 * 2)
+    assert plan.max_concurrent_sequences == 2 * each
+
+
+def test_latent_attention_stands_whole_beside_spread_experts(published: Published) -> None:
+    on = ClusterConfig(nodes=2, gpus_per_node=8, gpu="h100-80gb")
+    plan = plan_serving(published("deepseek-v3"), on, model="deepseek-v3")
+    layout = plan.layout
+    assert (layout.tensor_parallel_size, layout.expert_parallel_size) == (1, 16)
+    assert (layout.data_parallel_size, layout.num_replicas) == (16, 1)
+    assert plan.distribution_shape == "MLA + MoE"
+    experts = 58 * 256 * 3 * 7168 * 2048
+    on_rank = 671_026_404_352 - experts + experts / 16
+    assert plan.weights_gb_per_gpu == pytest.approx(on_rank / 1e9)
+    assert plan.kv_bytes_per_token_per_gpu == 61 * (512 + 64)
+    assert plan.max_concurrent_sequences == 16 * ((68e9 - on_rank) // (8192 * 61 * 576))
+    assert any("16 copies of attention, TP 1 each, have 34" in note for note in plan.notes)
+
+
+def test_gpus_that_experts_do_not_divide_into_stay_unused(published: Published) -> None:
+    on = ClusterConfig(nodes=5, gpus_per_node=8, gpu="h100-80gb")
+    plan = plan_serving(published("deepseek-v3"), on, model="m")
+    assert (plan.layout.expert_parallel_size, plan.layout.num_replicas) == (16, 2)
+    assert plan.layout.data_parallel_size == 32
+    assert plan.notes[-1] == "8 of 40 GPUs stay unused."
+
+
+def test_what_copies_of_a_latent_cost_is_told(published: Published) -> None:
+    on = ClusterConfig(nodes=1, gpus_per_node=8, gpu="b200")
+    plan = plan_serving(published("deepseek-v3"), on, model="m")
+    assert plan.layout.tensor_parallel_size == 8
+    told = "Data-parallel attention, experts over the same 8 GPUs, would hold 1,504"
+    assert any(told in note for note in plan.notes)
+    assert not any("EP" in note for note in plan.notes)
+
+
+def test_weights_are_served_as_published_where_no_dtype_fits(published: Published) -> None:
+    experts = 24 * 32 * 3 * 2880 * 2880
+    mxfp4 = WeightFormat("mxfp4", 2, {"experts": 4.25 / 8})
+    plan = plan_serving(
+        published("gpt-oss-20b"),
+        ClusterConfig(nodes=1, gpus_per_node=1, gpu="rtx4090"),
+        model="gpt-oss-20b",
+        published=mxfp4,
+    )
+    assert (plan.weight_dtype, plan.kv_cache_dtype) == ("mxfp4", "fp8")
+    taken = 2 * (20_914_757_184 - experts) + experts * 4.25 / 8
+    assert plan.weights_gb_per_gpu == pytest.approx(taken / 1e9)
+    assert plan.gpus_needed_rule == 1
+    assert [note.split(" is a wall")[0] for note in plan.notes[:2]] == ["bf16", "fp8"]
+    roomy = plan_serving(published("gpt-oss-20b"), NODE, model="gpt-oss-20b", published=mxfp4)
+    assert roomy.weight_dtype == "bf16"
+    assert any(
+        f"hold mxfp4: served as it is, weights take {taken / 1e9:.1f}" in n for n in roomy.notes
+    )
+
+
+def test_decoding_reads_the_weights_a_token_meets_and_one_row_of_the_embedding(
+    published: Published,
+) -> None:
+    dense = plan_serving(published("llama-3-8b"), NODE, model="m")
+    read = 2 * (8_030_261_248 - 128_256 * 4096)
+    assert dense.decode_tokens_per_second_limit == pytest.approx(3350e9 / read)
+    routed = plan_serving(published("mixtral-8x7b"), NODE, model="m")
+    read = 2 * (12_879_925_248 - 32_000 * 4096) / 2
+    assert routed.layout.tensor_parallel_size == 2
+    assert routed.decode_tokens_per_second_limit == pytest.approx(3350e9 / read)
 
 
 def test_mla_keeps_its_latent_on_every_rank(published: Published) -> None:

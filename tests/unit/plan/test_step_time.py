@@ -12,7 +12,13 @@ from herder.plan.candidate import Candidate, Request
 from herder.plan.flops import flops_per_token
 from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes
-from herder.plan.step_time import StepTimeSeconds, collective, peak_flops, simulate_step
+from herder.plan.step_time import (
+    COLLECTIVE_BANDWIDTH_SHARE,
+    StepTimeSeconds,
+    collective,
+    peak_flops,
+    simulate_step,
+)
 
 Published = Callable[[str], ArchitectureConfig]
 
@@ -124,3 +130,38 @@ def test_a_group_within_the_node_uses_its_links() -> None:
     )
     assert inside.bytes_per_second > across.bytes_per_second > strided.bytes_per_second
     assert collective(on, device, 1, 1).seconds(1e9) == 0.0
+
+
+def test_in_an_exchange_most_of_what_a_device_sends_leaves_over_its_one_link() -> None:
+    on, device = cluster(4), gpu("h100-80gb")
+    inside, across = (collective(on, device, num_ranks, 1) for num_ranks in (8, 32))
+    link, fabric = 50e9 * COLLECTIVE_BANDWIDTH_SHARE, 450e9 * COLLECTIVE_BANDWIDTH_SHARE
+    assert inside.exchange_seconds(8e9, 0) == pytest.approx(7e9 / fabric)
+    assert across.exchange_seconds(32e9, 0) == pytest.approx(24e9 / link + 7e9 / fabric)
+    assert collective(on, device, 1, 1).exchange_seconds(1e9, 1) == 0.0
+
+
+def test_rows_travel_to_their_experts_and_back_in_each_pass(published: Published) -> None:
+    architecture = published("qwen3-30b-a3b")
+    once = step(architecture, cluster(1), ep=8)
+    again = step(architecture, cluster(1), ep=8, recompute="full")
+    exchanges = 4 * 48
+    sent = 8 * 4096 * 2048 * 2  # k copies of each token's hidden state in bf16
+    group = collective(cluster(1), gpu("h100-80gb"), 8, 1)
+    one_micro_batch = group.exchange_seconds(exchanges * sent, exchanges)
+    assert once.expert_parallel == pytest.approx(8 * one_micro_batch)
+    assert again.expert_parallel == pytest.approx(1.5 * once.expert_parallel)
+
+
+def test_ranks_with_the_same_experts_reduce_them_over_one_link_a_device(
+    published: Published,
+) -> None:
+    """Each of a node's eight ranks has other experts, which eight links carry at once."""
+    slow = cluster(8).model_copy(update={"inter_node_bandwidth_gb_per_second": 0.1})
+    whole, spread = (step(published("mixtral-8x7b"), slow, ep=ep).data_parallel for ep in (1, 8))
+    assert spread == pytest.approx(whole, rel=0.15)
+
+
+def test_the_optimizer_steps_over_a_ranks_own_share_of_experts(published: Published) -> None:
+    whole, spread = (step(published("mixtral-8x7b"), cluster(4), ep=ep).optimizer for ep in (1, 8))
+    assert spread == pytest.approx(whole), "32 shares of all, or 4 shares of an eighth"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from herder.checkpoint.huggingface import load_decoder, save_huggingface
 from herder.checkpoint.source import resolve_model
 from herder.cli.main import run
-from herder.families.registry import families
+from herder.families.registry import architecture_from_hf, families
 from herder.model.attend import PackedAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 
@@ -50,6 +50,21 @@ def test_a_folder_becomes_a_run_and_a_folder_again_with_the_same_tensors(
     tokenizer = "tokenizer.json"
     assert (tmp_path / "again" / tokenizer).read_text() == (folder / tokenizer).read_text()
     assert resolve_model(str(tmp_path / "again")).eos_token_ids == (1, 3)
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_family_becomes_a_run_and_a_folder_again(family: str, tmp_path: Path) -> None:
+    decoder = build_decoder(architecture_from_hf(families()[family].tiny_config(), name=family))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
+    for buffer in decoder.buffers():
+        buffer.normal_()
+    save_huggingface(decoder, tmp_path / "tiny", family=family)
+    assert convert(tmp_path / "tiny", tmp_path / "run") == 0
+    assert convert(tmp_path / "run", tmp_path / "again") == 0
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("tiny", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_precision_is_that_of_the_file_unless_another_is_asked_for(

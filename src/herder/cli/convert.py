@@ -17,6 +17,7 @@ from herder.model.decoder import Decoder
 from herder.serve.load import DTYPES
 from herder.train.build import build_meta
 from herder.train.source import model_files
+from herder.train.state import saved_buffers
 
 
 @click.command("convert")
@@ -59,7 +60,9 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
     save_checkpoint(
         target,
-        TrainTensors(model=dict(decoder.named_parameters()), optimizer={}),
+        TrainTensors(
+            model={**dict(decoder.named_parameters()), **saved_buffers(decoder)}, optimizer={}
+        ),
         progress=Progress(
             step=0, tokens=0, data=DataPosition(corpus="", seed=0, step=0), schedule={}
         ),

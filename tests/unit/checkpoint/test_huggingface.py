@@ -214,12 +214,20 @@ def held_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "hidden_size", "intermediate_size"), [("llama", 480, 2000), ("mixtral", 240, 500)]
+)
 def test_loading_holds_one_tensor_besides_the_model(
-    stored: torch.dtype, make_decoder: MakeDecoder, tmp_path: Path
+    family: str,
+    hidden_size: int,
+    intermediate_size: int,
+    stored: torch.dtype,
+    make_decoder: MakeDecoder,
+    tmp_path: Path,
 ) -> None:
-    sizes = {"hidden_size": 480, "intermediate_size": 2000, "num_hidden_layers": 8}
-    decoder = make_decoder("llama", **sizes)
-    save_huggingface(decoder.to(stored), tmp_path / "big", family="llama")
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    decoder = make_decoder(family, num_hidden_layers=8, **sizes)
+    save_huggingface(decoder.to(stored), tmp_path / "big", family=family)
     model_bytes = 4 * sum(parameter.numel() for parameter in decoder.parameters())
     largest_bytes = 4 * max(parameter.numel() for parameter in decoder.parameters())
     assert model_bytes > 20 * largest_bytes

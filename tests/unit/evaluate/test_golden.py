@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_padding_is_stripped_and_positions_are_those_stored(tmp_path: Path) -> N
     assert second.greedy_G.tolist() == [3, 4]
     assert golden.hidden_LTD is not None
     assert golden.hidden_LTD.shape == (3, 5, 3)
+
+
+def test_rows_know_their_padding_and_the_routers_losses_come_from_meta_json(tmp_path: Path) -> None:
+    golden = read_golden(save(tmp_path))
+    assert [row.num_pads for row in golden.rows] == [0, 2]
+    assert (golden.aux_loss, golden.aux_loss_row0) == (None, None)
+    meta = {"aux_loss_masked": 2.5, "aux_loss_row0_nomask": 2.25, "quirks": "none"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    golden = read_golden(tmp_path)
+    assert (golden.aux_loss, golden.aux_loss_row0) == (2.5, 2.25)
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(ModelError, match=r"meta\.json cannot be read"):
+        read_golden(tmp_path)
 
 
 def test_hidden_states_lose_the_first_rows_padding() -> None:

@@ -11,20 +11,24 @@ from torch import Tensor, nn
 
 from herder.errors import ModelError
 from herder.evaluate.golden import Golden, Row
-from herder.evaluate.parity import ParityReport, compare, report_json, report_text
+from herder.evaluate.parity import ParityReport, _forward, compare, report_json, report_text
 from herder.families.registry import families
 from herder.model.attend import PackedAttend, ReferenceAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
 
 
-@pytest.fixture
-def decoder() -> Decoder:
-    config = {**families()["qwen3"].tiny_config(), "num_hidden_layers": 4}
-    decoder = build_decoder(families()["qwen3"].from_hf(config, "qwen3"))
+def build(family: str) -> Decoder:
+    config = {**families()[family].tiny_config(), "num_hidden_layers": 4}
+    decoder = build_decoder(families()[family].from_hf(config, family))
     materialize(decoder, device="cpu")
     initialize_weights(decoder, seed=3)
     return decoder.requires_grad_(False)
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return build("qwen3")
 
 
 def keep_hidden(x_TD: Tensor, head: nn.Linear) -> Tensor:
@@ -93,6 +97,55 @@ def test_the_first_layer_that_differs_is_named(decoder: Decoder, golden: Golden)
     assert not report.passed
     assert report.first_differing_layer == "layers.1"
     assert "first to differ: layers.1" in report_text(report, model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "feed_forward.experts.down"),
+        ("qwen2_moe", "feed_forward.shared.up"),
+        ("deepseek_v3", "attention.key_value_up"),
+        ("gpt_oss", "attention.sinks"),
+        ("llama4_text", "feed_forward.router"),
+        ("gemma2", "feed_forward_output_norm"),
+    ],
+)
+def test_the_first_layer_that_differs_is_named_whatever_is_in_it(family: str, name: str) -> None:
+    decoder = build(family)
+    golden = make_golden(decoder)
+    assert compare(decoder, golden).passed
+    index = 1 if family != "qwen2_moe" else 2
+    decoder.get_parameter(f"layers.{index}.{name}.weight").add_(0.5)
+    assert compare(decoder, golden).first_differing_layer == f"layers.{index}"
+
+
+def test_the_routers_losses_are_compared_where_they_are_known() -> None:
+    decoder = build("mixtral")
+    golden = make_golden(decoder)
+    assert compare(decoder, golden).aux_loss_difference is None
+    with torch.inference_mode():
+        losses = [_forward(decoder, rows)[2] for rows in (golden.rows, golden.rows[:1])]
+    known = replace(golden, aux_loss=losses[0], aux_loss_row0=losses[1])
+    assert losses[0] != losses[1]
+    report = compare(decoder, known)
+    assert (report.aux_loss_difference, report.passed) == (0.0, True)
+    assert "load balancing of the routers" in report_text(report, model="tiny")
+    for field in ("aux_loss", "aux_loss_row0"):
+        off = compare(decoder, replace(known, **{field: getattr(known, field) + 0.001}))
+        assert off.aux_loss_difference == pytest.approx(0.001)
+        assert not off.passed
+
+
+def test_padded_rows_are_left_out_where_transformers_counts_padding_and_only_there() -> None:
+    for family, left_out in (("llama4_text", 1), ("ministral3", 0)):
+        decoder = build(family)
+        golden = make_golden(decoder)
+        row = golden.rows[1]
+        wrong = replace(row, logits_TV=row.logits_TV + 1.0, num_pads=3)
+        report = compare(decoder, replace(golden, rows=(golden.rows[0], wrong)))
+        assert (report.num_rows_left_out, report.passed) == (left_out, bool(left_out))
+        told = "1 padded rows left out" in report_text(report, model="tiny")
+        assert told == bool(left_out)
 
 
 def test_a_difference_in_one_logit_is_found_with_its_place(

@@ -89,7 +89,7 @@ class RouterStats:
     dead: tuple[int, ...]
     """Experts that the last few events counted no selection for."""
     dominant: tuple[int, ...]
-    """Experts that over 90 % of the tokens chose."""
+    """Experts that over 90 % of the tokens chose, and more than the mean."""
     dropped_tokens: int
     """Choices an expert had no room for: none, since experts have no capacity limit here."""
 

@@ -161,16 +161,17 @@ class RouterWatch:
         idle = self._idle_events
         for expert, count in enumerate(counts):
             idle[layer, expert] = 0 if count else idle.get((layer, expert), 0) + 1
-        experts = range(len(counts))
+        experts, mean = range(len(counts)), sum(counts) / len(counts)
+        most = max(_DOMINANT_SHARE * num_tokens, mean)
         return RouterStats(
             step=step,
             layer=layer,
             tokens=num_tokens,
             selections=tuple(counts),
-            imbalance=max(counts) * len(counts) / max(sum(counts), 1),
+            imbalance=max(counts) / (mean or 1.0),
             entropy=entropy,
             max_entropy=math.log(len(counts)),
             dead=tuple(each for each in experts if idle[layer, each] >= _DEAD_AFTER_EVENTS),
-            dominant=tuple(each for each in experts if counts[each] > _DOMINANT_SHARE * num_tokens),
+            dominant=tuple(each for each in experts if counts[each] > most),
             dropped_tokens=0,
         )

@@ -283,3 +283,5 @@ def test_an_expert_that_over_nine_tenths_of_the_tokens_chose_is_dominant() -> No
     watch = RouterWatch()
     watch.add(some_totals(19, 18, 2, 1, num_tokens=20))
     assert watch.tell(1)[0].dominant == (0,)
+    watch.add(some_totals(20, 20, 20, 20, num_tokens=20))
+    assert watch.tell(2)[0].dominant == ()  # every token takes every expert

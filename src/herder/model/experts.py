@@ -8,6 +8,7 @@ that holds expert weights alone; the router is its sibling and not its child.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -43,8 +44,10 @@ class Moe(nn.Module):
         self.router = Router(hidden_size, config, device=device)
         self.experts = Experts(hidden_size, config, **made)
         width = config.shared_expert_intermediate_size
-        shared = None if width is None else MlpConfig(intermediate_size=width)
-        self.shared = None if shared is None else Mlp(hidden_size, shared, **made)
+        self.shared = None
+        if width is not None:
+            shared = MlpConfig(intermediate_size=width, activation=config.activation)
+            self.shared = Mlp(hidden_size, shared, **made)
         has_gate = config.shared_expert_gate and width is not None
         self.shared_gate = Linear(hidden_size, 1, bias=False, **made) if has_gate else None
 
@@ -95,7 +98,7 @@ class Experts(nn.Module):
         self.gate, self.up = ExpertWeights(*sizes, **made), ExpertWeights(*sizes, **made)
         self.down = ExpertWeights(sizes[0], sizes[2], sizes[1], **made)
         self.dispatch = sort_dispatch
-        self._listeners: dict[int, tuple[int, Listener]] = {}
+        self._listeners: OrderedDict[int, tuple[int, Listener]] = OrderedDict()
 
     def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts; with weight_on_input, of weighted tokens."""
@@ -169,7 +172,7 @@ class _Sorted(Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, place_TK: Tensor) -> Tensor:
         ctx.save_for_backward(place_TK)
-        return x_TD[order_R // place_TK.shape[1]]
+        return x_TD.index_select(0, order_R // place_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,7 +193,7 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weight_TK, order_R, place_TK = ctx.saved_tensors
-        grad_RD = grad_TD[order_R // place_TK.shape[1]]
+        grad_RD = grad_TD.index_select(0, order_R // place_TK.shape[1])
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = (grad_RD.float() * rows_RD).sum(-1)[place_TK]
@@ -203,7 +206,7 @@ def _sum_choices(rows_RD: Tensor, place_TK: Tensor, weight_TK: Tensor | None) ->
     """out_TD in the rows' dtype, summed in fp32."""
     total_TD = None
     for k, place_T in enumerate(place_TK.unbind(1)):
-        row_TD = rows_RD[place_T].float()
+        row_TD = rows_RD.index_select(0, place_T).float()
         if weight_TK is not None:
             row_TD.mul_(weight_TK[:, k, None])
         total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)

@@ -32,14 +32,11 @@ def grouped_product(
     counts_E: int64, how many rows each expert has; the first ones are expert 0's.
     """
     rows_RI = rows_RI.to(product_dtype(rows_RI))
-    if not _is_emulated(rows_RI):
-        weight_EOI = weight_EOI.to(rows_RI.dtype)
-    if bias_EO is not None:
-        bias_EO = bias_EO.to(rows_RI.dtype)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _operator(rows_RI, counts_E, weight_EOI, bias_EO)
     return _product(rows_RI, counts_E, weight_EOI, bias_EO)
 
 
-@torch.library.custom_op("herder::grouped_product", mutates_args=())
 def _product(
     rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
 ) -> Tensor:
@@ -58,6 +55,9 @@ def _product(
             out_RO[rows] += bias_EO[expert]
     out_RO[end:] = 0
     return out_RO
+
+
+_operator = torch.library.custom_op("herder::grouped_product", _product, mutates_args=())
 
 
 @torch.library.custom_op("herder::grouped_outer_product", mutates_args=())
@@ -91,18 +91,15 @@ def _segments(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right. Autocast leaves products with `out` alone."""
-    if _is_emulated(left):
-        left, right = left.float(), right.float()
+    """out = left @ right, in left's dtype or wider. Autocast leaves products with `out` alone."""
+    is_bf16 = left.dtype == torch.bfloat16 and left.device.type == "cpu"
+    dtype = torch.float32 if is_bf16 and not multiplies_bf16() else left.dtype
+    left, right = left.to(dtype), right.to(dtype)
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:
         wide = torch.empty(out.shape, dtype=left.dtype, device=out.device)
         out.copy_(torch.mm(left, right, out=wide))
-
-
-def _is_emulated(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bf16()
 
 
 def _takes_grouped_kernel(left: Tensor, right: Tensor) -> bool:
@@ -120,6 +117,7 @@ def _product_by_kernel(
 ) -> Tensor:
     """The kernel leaves rows that belong to nobody unwritten."""
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    weight_EOI = weight_EOI.to(rows_RI.dtype)
     out_RO = F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
     row_R = torch.arange(rows_RI.shape[0], dtype=torch.int32, device=rows_RI.device)
     if bias_EO is not None:
@@ -128,7 +126,7 @@ def _product_by_kernel(
     return out_RO.masked_fill_((row_R >= ends_E[-1])[:, None], 0)
 
 
-@_product.register_fake
+@_operator.register_fake
 def _product_shape(
     rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
 ) -> Tensor:
@@ -157,7 +155,7 @@ def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
     grad_RO = grad_RO.contiguous()
     rows_grad = weight_grad = bias_grad = None
     if needs_rows:
-        rows_grad = _product(grad_RO, counts_E, weight_EOI.transpose(1, 2), None)
+        rows_grad = _operator(grad_RO, counts_E, weight_EOI.transpose(1, 2), None)
     if needs_weight:
         weight_grad = _outer_product(grad_RO, rows_RI, counts_E, weight_EOI.dtype)
     if needs_bias:
@@ -167,4 +165,4 @@ def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
     return rows_grad, None, weight_grad, bias_grad
 
 
-_product.register_autograd(_differentiate, setup_context=_save)
+_operator.register_autograd(_differentiate, setup_context=_save)

@@ -86,10 +86,17 @@ class _GatedProduct(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TI: Tensor) -> tuple[Tensor | None, ...]:
-        gate_TI, up_TI = (kept.detach().requires_grad_() for kept in ctx.saved_tensors)
+        gate_TI, up_TI = ctx.saved_tensors
+        if isinstance(ctx.gating, ClampedSwiglu):
+            leaves = gate_TI.detach().requires_grad_(), up_TI.detach().requires_grad_()
+            with torch.enable_grad():
+                product_TI = gate_product(*leaves, ctx.gating)
+            return *torch.autograd.grad(product_TI, leaves, grad_TI), None
+        gate_TI = gate_TI.detach().requires_grad_()
         with torch.enable_grad():
-            product_TI = gate_product(gate_TI, up_TI, ctx.gating)
-        return *torch.autograd.grad(product_TI, (gate_TI, up_TI), grad_TI), None
+            act_TI = activate(gate_TI, ctx.gating)
+        (gate_grad_TI,) = torch.autograd.grad(act_TI, gate_TI, grad_TI * up_TI)
+        return gate_grad_TI, act_TI.detach().mul_(grad_TI), None
 
 
 def gate_product(gate_TI: Tensor, up_TI: Tensor, gating: Gating) -> Tensor:

@@ -25,10 +25,11 @@ def run(decoder, pack, readout):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [4, 25, 512])
+@pytest.mark.parametrize("softcap", [None, 1.5])
 def test_the_chunked_loss_and_its_gradients_equal_cross_entropy(
-    make_decoder, pack, targets, tied, chunk_tokens
+    make_decoder, pack, targets, tied, chunk_tokens, softcap
 ):
-    decoder = make_decoder(tie_embeddings=tied)
+    decoder = make_decoder(tie_embeddings=tied, final_logit_softcap=softcap)
     targets_T, weights_T = targets
     results = []
     for fused in (False, True):
@@ -43,6 +44,19 @@ def test_the_chunked_loss_and_its_gradients_equal_cross_entropy(
         results.append([loss.detach(), *(p.grad.clone() for p in decoder.parameters())])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_capped_logits_are_capped_for_every_readout(make_decoder, pack, targets):
+    capped = make_decoder(final_logit_softcap=1.5)
+    logits_TV = run(make_decoder(), pack, None)
+    expected_TV = 1.5 * torch.tanh(logits_TV / 1.5)
+    assert logits_TV.abs().max() > 3
+    torch.testing.assert_close(run(capped, pack, None), expected_TV)
+    rows = torch.tensor([8, 20])
+    torch.testing.assert_close(run(capped, pack, LastTokenReadout(rows)), expected_TV[rows])
+    targets_T, _ = targets
+    expected_T = expected_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+    torch.testing.assert_close(run(capped, pack, LogProbReadout(targets_T)), expected_T)
 
 
 def test_a_frozen_head_still_passes_gradients_on(make_decoder, pack, targets):

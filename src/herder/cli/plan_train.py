@@ -1,8 +1,9 @@
-"""`herder plan train MODEL|RECIPE`. Composition only."""
+"""`herder plan train MODEL|RECIPE`. Composition only; what a recipe needs is loaded with one."""
 
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -10,11 +11,8 @@ import click
 from herder.cli.models import resolve
 from herder.cli.plan_options import COUNT, cluster_options, print_plan
 from herder.config.detect import choose_cluster
-from herder.config.load import load_run_config
 from herder.errors import ConfigError
-from herder.plan.design import write_design
-from herder.plan.training import Objective, plan_model_training, plan_training
-from herder.train.source import find_model
+from herder.plan.training import Objective, plan_model_training
 
 
 @click.command("train")
@@ -48,27 +46,17 @@ def train(
     """
     flags = {"sequence_length": sequence_length, "global_batch_tokens": global_batch_tokens}
     choose = partial(choose_cluster, nodes=nodes, gpus_per_node=gpus_per_node, gpu_name=gpu_name)
-    find = partial(resolve, needs_weights=False)
     if gpu_hour_price is not None and output is None:
         raise ConfigError("--gpu-hour-price is for the design: give -o design.md too.")
     if Path(model).suffix in (".yaml", ".yml"):
         given = [f"train.{name}={value}" for name, value in flags.items() if value is not None]
-        config = load_run_config(Path(model), [*overrides, *given])
-        source = find_model(config.model, find, needs_weights=False)
-        plan = plan_training(
-            source.architecture,
-            choose(config.cluster),
-            config.train,
-            config.layout,
-            model=source.name,
-            objective=objective,
+        plan = import_module("herder.cli.plan_recipe").plan_recipe(
+            model, [*overrides, *given], choose, objective, output, gpu_hour_price
         )
-        if output is not None:
-            write_design(output, config, plan, recipe=model, gpu_hour_price=gpu_hour_price)
     elif overrides or output:
         raise ConfigError(f"--set and -o go with a recipe's .yaml file; {model!r} is a model.")
     else:
-        source = find(model)
+        source = resolve(model, needs_weights=False)
         plan = plan_model_training(
             source.architecture, choose(None), model=source.name, objective=objective, **flags
         )

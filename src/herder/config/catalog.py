@@ -6,12 +6,12 @@ Owns the names and where the files lie; what a config.json means is the families
 from __future__ import annotations
 
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from herder.config.run import ClusterConfig, GpuConfig
-from herder.config.strict_yaml import read_yaml
 from herder.errors import ConfigError, ModelError, close_match
 
 _FOLDER = Path(__file__).parent
@@ -49,8 +49,7 @@ def model_config_json(name: str) -> dict[str, Any]:
 
 @cache
 def _gpu_entries() -> dict[str, GpuConfig]:
-    path = _FOLDER / "gpus.yaml"
-    entries, _ = read_yaml(path.read_text(encoding="utf-8"), where=path.name)
+    entries = tomllib.loads((_FOLDER / "gpus.toml").read_text(encoding="utf-8"))
     return {name: GpuConfig(name=name, **figures) for name, figures in entries.items()}
 
 

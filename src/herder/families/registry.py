@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -35,16 +35,21 @@ def families() -> dict[str, Family]:
     return found
 
 
-def _all_families() -> dict[str, Family]:
-    return {**families(), HANDWRITTEN.name: HANDWRITTEN}
+def _nearest_first(name: str) -> Iterator[Family]:
+    """All families, those of the file that `name` begins with first: the others need no import."""
+    modules = [module.name for module in pkgutil.iter_modules(herder.families.__path__)]
+    for module in sorted(modules, key=lambda each: not name.startswith(each)):
+        yield from getattr(importlib.import_module(f"herder.families.{module}"), "FAMILIES", ())
+    yield HANDWRITTEN
 
 
 def family_named(name: str) -> Family:
     """A family by its name. Raises ModelError with a close match."""
-    family = _all_families().get(name)
-    if family is None:
-        raise ModelError(f"family {name!r} is not known. {close_match(name, _all_families())}")
-    return family
+    for family in _nearest_first(name):
+        if family.name == name:
+            return family
+    known = [*families(), HANDWRITTEN.name]
+    raise ModelError(f"family {name!r} is not known. {close_match(name, known)}")
 
 
 def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> Family:
@@ -57,12 +62,12 @@ def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> F
     architectures = config_json.get("architectures") or []
     if model_type is None and not architectures:
         raise ModelError(f"{name}: config.json has neither model_type nor architectures.")
-    for family in _all_families().values():
+    for family in _nearest_first(str(model_type)):
         if model_type not in (family.name, None):
             continue
         if not architectures or architectures[0] in family.architectures:
             return family
-    claimed = [each for family in _all_families().values() for each in family.architectures]
+    claimed = [each for family in _nearest_first("") for each in family.architectures]
     given = f"architectures={architectures!r}" if architectures else "no architectures"
     sees = "It has a vision encoder. " if "vision_config" in config_json else ""
     raise ModelError(

@@ -323,6 +323,43 @@ def test_the_debug_recipe_trains_as_shipped(
     assert losses[20] < losses[1] - 1
 
 
+def test_a_mixture_of_experts_tells_its_routers_and_its_top_k_can_be_changed(
+    runs: Runs,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(repository)
+    overrides = (
+        f"run_directory={runs.directory('moe')}",
+        f"data.source={runs.recipe.parent / 'text.txt'}",
+        "model.config.hidden_size=64",
+        "train.steps=3",
+        "train.schedule={kind: constant}",
+        "train.sequence_length=64",
+        "train.global_batch_tokens=256",
+        "evaluate.every_steps=null",
+        "observe.progress=none",
+    )
+    flags = [flag for each in overrides for flag in ("--set", each)]
+    assert run(["train", "recipes/moe_debug.yaml", *flags]) == 0
+    told = [json.loads(line) for line in _lines(runs, "moe")]
+    routers = [event for event in told if event["event"] == "RouterStats"]
+    assert [(event["step"], event["layer"]) for event in routers] == [
+        (step, layer) for step in (1, 2, 3) for layer in (0, 1)
+    ]
+    assert all(sum(event["selections"]) == 2 * event["tokens"] for event in routers)
+    assert (runs.directory("moe") / "experts.svg").read_text().startswith("<svg")
+    capsys.readouterr()
+    flags = ["--prompt", "herd", "--max-tokens", "3", "--json"]
+    flags += ["--set", "moe.num_experts_per_token=1"]
+    assert run(["generate", str(runs.directory("moe")), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["completion_tokens"] == 3
+    wrong = ["--prompt", "a", "--set", "moe.num_experts_per_tokn=1"]
+    assert run(["generate", str(runs.directory("moe")), *wrong]) == 2
+    assert "Did you mean 'num_experts_per_token'" in capsys.readouterr().err
+
+
 def test_a_run_directory_is_a_model(
     runs: Runs, unbroken: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ class WeightRules:
                 hub, ours = rule.hub.replace(LAYER, layer), rule.ours.replace(LAYER, layer)
                 for expert in range(self.num_experts) if EXPERT in hub else (None,):
                     name = hub.replace(EXPERT, str(expert))
-                    part = replace(rule, hub=name, ours=ours, expert=expert)
+                    part = WeightRule(name, ours, None, rule.outputs, rule.transposed, expert)
                     found[name] = (*found.get(name, ()), part)
         return found
 

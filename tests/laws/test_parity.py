@@ -394,6 +394,10 @@ def test_an_exported_model_gives_equal_logits_in_transformers(family: str, tmp_p
     save_huggingface(decoder, tmp_path / "out", family=family)
     source = resolve_model(str(tmp_path / "out"))
     assert source.architecture == decoder.config
+    _, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert {name: list(names) for name, names in told.items() if names} == {}
     assert compare(decoder, made_by_transformers(source, decoder, seed=2)).passed
 
 

@@ -21,7 +21,7 @@ WATCHED = """
 import sys
 from herder.cli.main import run
 status = run(sys.argv[1:])
-heavy = {"torch", "transformers", "numpy", "pandas"} & sys.modules.keys()
+heavy = {"torch", "transformers", "numpy", "pandas", "rich", "yaml"} & sys.modules.keys()
 print(sorted(heavy), file=sys.stderr)
 sys.exit(status)
 """
@@ -44,7 +44,7 @@ def planned(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_planning_imports_no_torch_and_starts_at_once() -> None:
+def test_planning_imports_nothing_heavy_and_starts_at_once() -> None:
     began = time.perf_counter()
     done = herder("train", "llama-2-7b", *H100_NODE, "--json")
     print(f"herder plan train llama-2-7b took {time.perf_counter() - began:.2f} s")
@@ -93,6 +93,28 @@ def test_serving_the_405b_model() -> None:
     assert plan["distribution_shape"] == "TP dense"
     assert any("bf16 is a wall" in note for note in plan["notes"])
     assert any("63 when embedding and head stay in bf16" in note for note in plan["notes"])
+
+
+def test_training_a_mixture_of_experts_by_a_short_name() -> None:
+    plan = planned("train", "mixtral-8x7b", "--nodes", "4", "--gpu", "h100-80gb")
+    assert plan["model"] == "mixtral-8x7b-v0.1"
+    assert (plan["parameters"], plan["active_parameters"]) == (46_702_792_704, 12_879_925_248)
+    layout = plan["layout"]
+    assert (layout["expert_parallel_size"], layout["zero_stage"]) == (8, 1)
+    assert plan["step_time_seconds"]["expert_parallel"] > 0
+
+
+def test_serving_a_model_whose_weights_are_published_quantized() -> None:
+    one = ("--gpus-per-node", "1", "--gpu", "h100-80gb")
+    plan = planned("serve", "gpt-oss-120b", *one)
+    assert plan["weight_dtype"] == "mxfp4"
+    assert plan["distribution_shape"] == "single-GPU MoE"
+    assert plan["weights_gb_per_gpu"] == pytest.approx(65.2, abs=0.1)
+    plan = planned("serve", "deepseek-v3", "--nodes", "2", "--gpu", "h100-80gb")
+    assert plan["weight_dtype"] == "fp8"
+    assert plan["distribution_shape"] == "MLA + MoE"
+    assert plan["layout"]["expert_parallel_size"] == 16
+    assert plan["kv_bytes_per_token_per_gpu"] == 61 * 576
 
 
 def test_a_recipe_is_planned_and_its_design_written(tmp_path: Path, repository: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,80 @@ def test_attention_that_is_kept_plain_is_untouched_beside_quantized_matrices(
     spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
     wanted = stored * spread[: stored.shape[0], : stored.shape[1]]
     assert torch.equal(loaded["layers.1.feed_forward.down.weight"], wanted.to(torch.bfloat16))
+
+
+def in_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    rows, columns = (-(-size // 16) for size in weight.shape)
+    stored, scale = (weight * 4).to(FP8), scales(rows, columns)
+    spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    plain = stored.float() * spread[: weight.shape[0], : weight.shape[1]]
+    return {name: stored, f"{name}_scale_inv": scale}, plain
+
+
+def in_int4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    values, scale = integers(-8, 8, *weight.shape), scales(len(weight), 1)
+    parts = {
+        f"{name}_packed": packed(values + 8, 1),
+        f"{name}_scale": scale,
+        f"{name}_shape": torch.tensor(weight.shape),
+    }
+    return parts, values * scale
+
+
+def in_mxfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    experts, inputs, outputs = weight.shape
+    blocks = integers(0, 256, experts, outputs, inputs // 32, 16).to(torch.uint8)
+    exponents = integers(120, 130, experts, outputs, inputs // 32).to(torch.uint8)
+    plain = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+    return {f"{name}_blocks": blocks, f"{name}_scales": exponents}, plain
+
+
+FORMATS = {
+    "fp8": (fp8(weight_block_size=[16, 16]), in_fp8, r".*_proj\.weight"),
+    "int4": (compressed("int", 4, "pack-quantized", strategy="channel"), in_int4, r".*_proj.*t"),
+    "mxfp4": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        in_mxfp4,
+        r".*experts\.\w+_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("deepseek_v3", "fp8", {}),
+        ("qwen3_moe", "fp8", {}),
+        ("qwen2_moe", "int4", {}),
+        ("gpt_oss", "mxfp4", {"hidden_size": 64, "intermediate_size": 32}),
+    ],
+)
+def test_a_quantized_mixture_of_experts_is_the_model_of_its_dequantized_weights(
+    family: str, kind: str, changes: dict[str, Any], make_decoder: MakeDecoder, tmp_path: Path
+) -> None:
+    config, quantize, pattern = FORMATS[kind]
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    for folder in (quantized, plain):
+        save_huggingface(make_decoder(family, **changes), folder, family=family)
+    tensors = load_file(plain / "model.safetensors")
+    stored, dequantized = dict(tensors), dict(tensors)
+    chosen = [name for name in tensors if re.fullmatch(pattern, name)]
+    assert chosen
+    for name in chosen:
+        parts, dequantized[name] = quantize(name, stored.pop(name))
+        stored |= parts
+    save_file({n: t.contiguous() for n, t in stored.items()}, quantized / "model.safetensors")
+    save_file({n: t.contiguous() for n, t in dequantized.items()}, plain / "model.safetensors")
+    file = quantized / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, wanted = (
+            load_decoder(resolve_model(str(folder)), dtype=dtype).state_dict()
+            for folder in (quantized, plain)
+        )
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, wanted[name])
+            assert tensor.dtype == (torch.float32 if ".router." in name else dtype)
 
 
 def test_a_matrix_whose_scale_is_missing_stops_the_load(folder: Path) -> None:

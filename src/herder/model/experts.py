@@ -44,7 +44,7 @@ class Moe(nn.Module):
         self.router = Router(hidden_size, config, device=device)
         self.experts = Experts(hidden_size, config, **made)
         width = config.shared_expert_intermediate_size
-        self.shared = None
+        self.shared: Mlp | None = None
         if width is not None:
             shared = MlpConfig(intermediate_size=width, activation=config.activation)
             self.shared = Mlp(hidden_size, shared, **made)

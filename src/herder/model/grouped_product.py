@@ -10,7 +10,6 @@ a processor would have to emulate bf16, as in `linear`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,17 +42,17 @@ def _product(
     if _takes_grouped_kernel(rows_RI, weight_EOI):
         return _product_by_kernel(rows_RI, counts_E, weight_EOI, bias_EO)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
-    end = 0
-    for expert, rows in _segments(counts_E):
-        x, weight, end = rows_RI[rows], weight_EOI[expert], rows.stop
-        if x.shape[0] <= FEW_ROWS and weight.is_contiguous() and Kernels.take(x):
-            bias = None if bias_EO is None else bias_EO[expert]
-            out_RO[rows] = Kernels.operators.few_rows_product(x, weight, bias)
-            continue
-        _multiply(x, weight.t(), out_RO[rows])
-        if bias_EO is not None:
-            out_RO[rows] += bias_EO[expert]
-    out_RO[end:] = 0
+    x_by_expert, out_by_expert = _segments(rows_RI, counts_E), _segments(out_RO, counts_E)
+    for expert, weight_OI in enumerate(weight_EOI.unbind()):
+        x, out = x_by_expert[expert], out_by_expert[expert]
+        bias_O = None if bias_EO is None else bias_EO[expert]
+        if 0 < x.shape[0] <= FEW_ROWS and weight_OI.is_contiguous() and Kernels.take(x):
+            out.copy_(Kernels.operators.few_rows_product(x, weight_OI, bias_O))
+        elif x.shape[0]:
+            _multiply(x, weight_OI.t(), out)
+            if bias_O is not None:
+                out += bias_O
+    out_by_expert[-1].zero_()
     return out_RO
 
 
@@ -65,29 +64,26 @@ def _outer_product(
     left_RO: Tensor, right_RI: Tensor, counts_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """out_EOI in `dtype`: the sum over each expert's rows of left x right, 0 where it has none."""
-    num_experts = counts_E.shape[0]
     if _takes_grouped_kernel(left_RO, right_RI):
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         out_EOI = F.grouped_mm(left_RO.t(), right_RI, offs=ends_E).to(dtype)
         return out_EOI.masked_fill_((counts_E == 0)[:, None, None], 0)
-    shape = (num_experts, left_RO.shape[1], right_RI.shape[1])
+    shape = (counts_E.shape[0], left_RO.shape[1], right_RI.shape[1])
     out_EOI = torch.empty(shape, dtype=dtype, device=left_RO.device)
-    empty = set(range(num_experts))
-    for expert, rows in _segments(counts_E):
-        _multiply(left_RO[rows].t(), right_RI[rows], out_EOI[expert])
-        empty.remove(expert)
-    for expert in empty:
-        out_EOI[expert] = 0
+    left_by_expert, right_by_expert = _segments(left_RO, counts_E), _segments(right_RI, counts_E)
+    for expert, out_OI in enumerate(out_EOI.unbind()):
+        left, right = left_by_expert[expert], right_by_expert[expert]
+        if left.shape[0]:
+            _multiply(left.t(), right, out_OI)
+        else:
+            out_OI.zero_()
     return out_EOI
 
 
-def _segments(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of every expert that has rows."""
-    start = 0
-    for expert, count in enumerate(counts_E.tolist()):
-        if count:
-            yield expert, slice(start, start + count)
-            start += count
+def _segments(rows: Tensor, counts_E: Tensor) -> tuple[Tensor, ...]:
+    """Each expert's rows, and last those that belong to nobody; views. Waits for the device."""
+    counts = counts_E.tolist()
+    return rows.split([*counts, rows.shape[0] - sum(counts)])
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

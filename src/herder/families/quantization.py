@@ -167,7 +167,7 @@ def _read_gptq(reader: ConfigReader) -> _Groups:
     reader.neutral("is_marlin_format", None, False)
     reader.ignore("format", "version")
     offset = reader.choice("checkpoint_format", {"gptq": 1, "gptq_v2": 0}, "gptq")
-    bits, block = _packed_bits(reader, "bits"), (1, _group_size(reader, "group_size"))
+    bits, block = _packed_bits(reader, "bits", 4, 8), (1, _group_size(reader, "group_size"))
     return [([_LINEAR], Precision("gptq", block, bits, symmetric=False, zero_offset=offset))]
 
 
@@ -176,14 +176,15 @@ def _read_awq(reader: ConfigReader) -> _Groups:
     bits_key, group_key = ("bits", "group_size")
     if reader.has("w_bit"):
         bits_key, group_key = ("w_bit", "q_group_size")
-    bits, block = _packed_bits(reader, bits_key), (1, _group_size(reader, group_key))
+    bits, block = _packed_bits(reader, bits_key, 4), (1, _group_size(reader, group_key))
     return [([_LINEAR], Precision("awq", block, bits, symmetric=False))]
 
 
-def _packed_bits(reader: ConfigReader, key: str) -> int:
+def _packed_bits(reader: ConfigReader, key: str, *readable: int) -> int:
     bits = reader.integer(key)
-    if bits not in (4, 8):
-        reader.problem(f"{QUANTIZATION}.{key} is {bits}; 4 and 8 can be read")
+    if bits not in readable:
+        told = " and ".join(map(str, readable))
+        reader.problem(f"{QUANTIZATION}.{key} is {bits}; what can be read is {told}")
     return bits
 
 

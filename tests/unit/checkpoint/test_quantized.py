@@ -180,7 +180,7 @@ def test_eight_bit_integers_are_scaled_by_channel(tmp_path: Path) -> None:
 def test_gptq_is_packed_along_inputs_and_its_first_version_stores_zeros_less_one(
     version: str, offset: int, tmp_path: Path
 ) -> None:
-    inputs, outputs = 1088, 16
+    inputs, outputs = 1088, 128
     method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": version}
     values, zero = integers(0, 16, inputs, outputs), integers(0, 15, inputs // 32, outputs)
     scale = scales(inputs // 32, outputs).to(torch.float16)

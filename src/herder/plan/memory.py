@@ -11,6 +11,8 @@ method: Korthikanti et al., arXiv:2205.05198, section 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LayerSpec
 from herder.config.record import Record
 from herder.config.run import GpuConfig
@@ -111,8 +113,15 @@ def training_memory(candidate: Candidate) -> MemoryGb:
     overhead = CPU_OVERHEAD_BYTES
     if gpu.kind == "gpu":
         overhead = ONE_RANK_OVERHEAD_BYTES if layout.num_ranks == 1 else MANY_RANKS_OVERHEAD_BYTES
+    of_layer = {
+        layer: (
+            layer_bytes_per_token(candidate, layer),
+            _gradient_bytes_per_token(candidate, layer),
+        )
+        for layer in sizes.kinds
+    }
     distinct = sizes.distinct_stages(layout.pipeline_parallel_size)
-    stages = [_stage_bytes(candidate, stage) for stage in distinct]
+    stages = [_stage_bytes(candidate, stage, of_layer) for stage in distinct]
     fullest = max(stages, key=sum)
     return MemoryGb(
         state=even_state_bytes(request, layout, sizes.whole) / GB,
@@ -127,7 +136,13 @@ def training_memory(candidate: Candidate) -> MemoryGb:
     )
 
 
-def _stage_bytes(candidate: Candidate, stage: int) -> tuple[float, float, float, float]:
+_LayerBytes = Mapping[LayerSpec, tuple[float, float]]
+"""Of a token in each kind of layer: what is saved, and gradients alive at once."""
+
+
+def _stage_bytes(
+    candidate: Candidate, stage: int, of_layer: _LayerBytes
+) -> tuple[float, float, float, float]:
     """State, activations, logits and buffers of one stage's rank."""
     layout, parameters = candidate.layout, candidate.stage_parameters(stage)
     logits = 0.0
@@ -138,13 +153,13 @@ def _stage_bytes(candidate: Candidate, stage: int) -> tuple[float, float, float,
         logits = chunk_tokens * vocab_size / layout.tensor_parallel_size * each
     return (
         state_bytes(parameters, layout, candidate.widths),
-        _activation_bytes(candidate, stage),
+        _activation_bytes(candidate, stage, of_layer),
         logits,
         _buffer_bytes(candidate, parameters),
     )
 
 
-def _activation_bytes(candidate: Candidate, stage: int) -> float:
+def _activation_bytes(candidate: Candidate, stage: int, of_layer: _LayerBytes) -> float:
     """Of the micro-batches in flight (1F1B keeps stages - stage of them), and one layer at work.
 
     Source: PipeDream-Flush schedule, Narayanan et al., arXiv:2104.04473, section 2.2.1.
@@ -152,14 +167,13 @@ def _activation_bytes(candidate: Candidate, stage: int) -> float:
     layout, hidden = candidate.layout, candidate.request.sizes.architecture.hidden_size
     stages, layers = layout.pipeline_parallel_size, candidate.stage_layers(stage)
     in_flight = min(candidate.num_micro_batches, stages - stage)
-    each = {layer: layer_bytes_per_token(candidate, layer) for layer in layers}
-    at_work = max(_gradient_bytes_per_token(candidate, layer) for layer in layers)
+    at_work = max(of_layer[layer][1] for layer in layers)
     if candidate.recompute == "full":
         residual = hidden * candidate.residual_bytes / layout.tensor_parallel_size
         kept = residual * layers.total()
-        at_work += max(each.values())
+        at_work += max(of_layer[layer][0] for layer in layers)
     else:
-        kept = sum(each[layer] * times for layer, times in layers.items())
+        kept = sum(of_layer[layer][0] * times for layer, times in layers.items())
     ends = 0.0
     if stage == stages - 1:
         ends = 2 * hidden * (candidate.residual_bytes + candidate.compute_bytes)

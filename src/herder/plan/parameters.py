@@ -51,7 +51,9 @@ class Weight:
 
     def local_shape(self, *, tp: int, num_key_value_heads: int) -> tuple[float, ...]:
         """The shape on one rank; fractional only where a split is uneven."""
-        degree = {"none": 1, "kv_out": min(tp, num_key_value_heads)}.get(self.split, tp)
+        if self.split == "none" or tp == 1:
+            return self.shape
+        degree = min(tp, num_key_value_heads) if self.split == "kv_out" else tp
         split_dim = 1 if self.split == "in" else 0
         return tuple(n / degree if dim == split_dim else n for dim, n in enumerate(self.shape))
 

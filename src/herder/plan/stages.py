@@ -39,7 +39,10 @@ class ModelSizes:
 
     def __init__(self, architecture: ArchitectureConfig) -> None:
         self.architecture = architecture
-        self.kinds = {kind: layer_weights(architecture, kind) for kind in set(architecture.layers)}
+        self.kinds = {
+            kind: Counter(layer_weights(architecture, kind)) for kind in set(architecture.layers)
+        }
+        """The weights of each kind of layer, equal ones counted."""
         self.first = embedding_weights(architecture)
         self.last = head_weights(architecture)
         attention = architecture.attention
@@ -50,6 +53,7 @@ class ModelSizes:
         self.distinct_stages = cache(self._distinct_stages)
         self.stage_on_rank = cache(self._stage_on_rank)
         self.largest_layer_on_rank = cache(self._largest_layer_on_rank)
+        self.largest_end_on_rank = cache(self._largest_end_on_rank)
         self.whole = self.stage_on_rank(1, 0, tp=1, ep=1)
         """All parameters, on one rank."""
 
@@ -58,7 +62,7 @@ class ModelSizes:
 
         Each layer in turn goes to the lightest stage, the ends weighing what they hold already.
         """
-        layer = sum(w.num_parameters for kind in self.kinds.values() for w in kind)
+        layer = sum(w.num_parameters * n for kind in self.kinds.values() for w, n in kind.items())
         layer /= len(self.kinds)
         counts, loads = [1] * pp, [1.0] * pp
         loads[0] += sum(w.num_parameters for w in self.first) / layer
@@ -88,7 +92,7 @@ class ModelSizes:
     def _stage_weights(self, pp: int, stage: int) -> Iterator[tuple[Weight, int]]:
         """A stage's weights, each with how often it is there."""
         for kind, times in self.stage_layers(pp)[stage].items():
-            yield from ((weight, times) for weight in self.kinds[kind])
+            yield from ((weight, times * n) for weight, n in self.kinds[kind].items())
         yield from ((weight, 1) for weight in self._ends(pp, stage))
 
     def bytes_on_rank(
@@ -122,15 +126,15 @@ class ModelSizes:
         ends = self._ends(pp, stage)
         return sum(w.num_parameters for w in ends if w.module in ("embedding", "head")) / tp
 
-    def largest_end_on_rank(self, *, tp: int) -> float:
+    def _largest_end_on_rank(self, *, tp: int) -> float:
         """The larger of what stands before the first layer and behind the last."""
         ends = (((w, 1) for w in weights) for weights in (self.first, self.last))
         return max(self._on_rank(end, tp=tp, ep=1).total for end in ends)
 
     def _largest_layer_on_rank(self, *, tp: int, ep: int) -> float:
         """Parameters of the largest kind of layer on one rank."""
-        kinds = (((w, 1) for w in kind) for kind in self.kinds.values())
-        return max(self._on_rank(kind, tp=tp, ep=ep).total for kind in kinds)
+        kinds = self.kinds.values()
+        return max(self._on_rank(kind.items(), tp=tp, ep=ep).total for kind in kinds)
 
     def _on_rank(
         self, weights: Iterable[tuple[Weight, int]], *, tp: int, ep: int

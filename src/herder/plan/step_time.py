@@ -9,6 +9,7 @@ calibration moves one without the others.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -146,9 +147,43 @@ def peak_flops(gpu: GpuConfig, precision: Precision) -> float:
 
 def simulate_step(candidate: Candidate) -> StepTimeSeconds:
     """The parts of a step. `total` is their sum."""
-    stages = candidate.request.sizes.distinct_stages(candidate.layout.pipeline_parallel_size)
-    busiest = max((_Stage.priced(candidate, stage) for stage in stages), key=lambda s: s.compute)
-    return busiest.step()
+    sizes = candidate.request.sizes
+    of_layer = {layer: _layer_seconds(candidate, layer) for layer in sizes.kinds}
+    stages = (
+        _Stage.priced(candidate, stage, of_layer)
+        for stage in sizes.distinct_stages(candidate.layout.pipeline_parallel_size)
+    )
+    return max(stages, key=lambda stage: stage.compute).step()
+
+
+_Work = tuple[float, float, float]
+"""Seconds of matrix products, attention and memory traffic of a micro-batch, all passes."""
+
+
+def _layer_seconds(candidate: Candidate, layer: LayerSpec) -> _Work:
+    """What one layer computes on one rank."""
+    request, tokens = candidate.request, candidate.local_tokens
+    tp, sizes = candidate.layout.tensor_parallel_size, request.sizes
+    weights = sizes.kinds[layer].items()
+    matmul = sum(times * _matmul_seconds(candidate, weight) for weight, times in weights)
+    per_key = attention_flops_per_key(sizes.architecture) / tp
+    scores = per_key * tokens * mean_keys(layer, request.train.sequence_length)
+    peak = peak_flops(request.gpu, request.train.precision) * ATTENTION_PEAK_SHARE
+    traffic = 2 * tokens * layer_bytes_per_token(candidate, layer)
+    return _all_passes(matmul, scores / peak, traffic / _memory_bytes_per_second(request.gpu))
+
+
+def _head_seconds(candidate: Candidate) -> _Work:
+    """The same of the head and its loss."""
+    architecture, tp = candidate.request.sizes.architecture, candidate.layout.tensor_parallel_size
+    head = Weight("head", (architecture.vocab_size, architecture.hidden_size), "out")
+    traffic = candidate.local_tokens * architecture.vocab_size / tp * LOGIT_BYTES
+    seconds = traffic / _memory_bytes_per_second(candidate.request.gpu)
+    return _all_passes(_matmul_seconds(candidate, head), 0.0, seconds)
+
+
+def _all_passes(matmul: float, attention: float, traffic: float) -> _Work:
+    return matmul * TRAINING_PASSES, attention * TRAINING_PASSES, traffic * TRAINING_PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +197,15 @@ class _Stage:
     traffic: float
 
     @classmethod
-    def priced(cls, candidate: Candidate, stage: int) -> _Stage:
+    def priced(
+        cls, candidate: Candidate, stage: int, of_layer: Mapping[LayerSpec, _Work]
+    ) -> _Stage:
         """The stage's own computation."""
-        request, layout = candidate.request, candidate.layout
-        architecture, tp = request.sizes.architecture, layout.tensor_parallel_size
-        tokens, length = candidate.local_tokens, request.train.sequence_length
-        per_key = attention_flops_per_key(architecture) / tp
-        matmul = scores = traffic = 0.0
-        for layer, times in candidate.stage_layers(stage).items():
-            weights = request.sizes.kinds[layer]
-            matmul += times * sum(_matmul_seconds(candidate, weight) for weight in weights)
-            scores += times * per_key * tokens * mean_keys(layer, length)
-            traffic += times * tokens * layer_bytes_per_token(candidate, layer) * 2
-        if stage == layout.pipeline_parallel_size - 1:
-            head = Weight("head", (architecture.vocab_size, architecture.hidden_size), "out")
-            matmul += _matmul_seconds(candidate, head)
-            traffic += tokens * architecture.vocab_size / tp * LOGIT_BYTES
-        peak = peak_flops(request.gpu, request.train.precision)
-        return cls(
-            candidate,
-            stage,
-            matmul=matmul * TRAINING_PASSES,
-            attention=scores * TRAINING_PASSES / (peak * ATTENTION_PEAK_SHARE),
-            traffic=traffic * TRAINING_PASSES / _memory_bytes_per_second(request.gpu),
-        )
+        work = [(of_layer[layer], n) for layer, n in candidate.stage_layers(stage).items()]
+        if stage == candidate.layout.pipeline_parallel_size - 1:
+            work.append((_head_seconds(candidate), 1))
+        sums = (sum(times * part[kind] for part, times in work) for kind in range(3))
+        return cls(candidate, stage, *sums)
 
     @property
     def compute(self) -> float:

@@ -114,6 +114,7 @@ def plan_training(
     that would do.
     """
     sizes = ModelSizes(architecture)
+    cluster = cluster.model_copy(update={"gpu": cluster_gpu(cluster)})
     request = Request(sizes, cluster, train, model, typical_batch_tokens, chooses_recompute)
     adjustments: list[str] = []
     window = architecture.max_position_embeddings
@@ -223,7 +224,7 @@ def _assembled(
         objective=objective,
         parameters=parameters,
         active_parameters=active_parameter_count(sizes.architecture),
-        cluster=cluster.model_copy(update={"gpu": request.gpu}),
+        cluster=cluster,
         layout=layout,
         mesh_axes=layout.mesh_axes,
         layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size),

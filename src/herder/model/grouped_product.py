@@ -42,17 +42,18 @@ def _product(
     if _takes_grouped_kernel(rows_RI, weight_EOI):
         return _product_by_kernel(rows_RI, counts_E, weight_EOI, bias_EO)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
-    x_by_expert, out_by_expert = _segments(rows_RI, counts_E), _segments(out_RO, counts_E)
-    for expert, weight_OI in enumerate(weight_EOI.unbind()):
-        x, out = x_by_expert[expert], out_by_expert[expert]
+    experts, sizes = _segments(counts_E, rows_RI.shape[0])
+    outs = out_RO.split(sizes)
+    outs[-1].zero_()
+    for expert, x, out in zip(experts, rows_RI.split(sizes), outs, strict=False):
+        weight_OI = weight_EOI[expert]
         bias_O = None if bias_EO is None else bias_EO[expert]
-        if 0 < x.shape[0] <= FEW_ROWS and weight_OI.is_contiguous() and Kernels.take(x):
+        if x.shape[0] <= FEW_ROWS and weight_OI.is_contiguous() and Kernels.take(x):
             out.copy_(Kernels.operators.few_rows_product(x, weight_OI, bias_O))
-        elif x.shape[0]:
-            _multiply(x, weight_OI.t(), out)
-            if bias_O is not None:
-                out += bias_O
-    out_by_expert[-1].zero_()
+            continue
+        _multiply(x, weight_OI.t(), out)
+        if bias_O is not None:
+            out += bias_O
     return out_RO
 
 
@@ -70,27 +71,27 @@ def _outer_product(
         return out_EOI.masked_fill_((counts_E == 0)[:, None, None], 0)
     shape = (counts_E.shape[0], left_RO.shape[1], right_RI.shape[1])
     out_EOI = torch.empty(shape, dtype=dtype, device=left_RO.device)
-    left_by_expert, right_by_expert = _segments(left_RO, counts_E), _segments(right_RI, counts_E)
-    for expert, out_OI in enumerate(out_EOI.unbind()):
-        left, right = left_by_expert[expert], right_by_expert[expert]
-        if left.shape[0]:
-            _multiply(left.t(), right, out_OI)
-        else:
-            out_OI.zero_()
+    experts, sizes = _segments(counts_E, left_RO.shape[0])
+    for expert in set(range(counts_E.shape[0])).difference(experts):
+        out_EOI[expert] = 0
+    parts = zip(experts, left_RO.split(sizes), right_RI.split(sizes), strict=False)
+    for expert, left, right in parts:
+        _multiply(left.t(), right, out_EOI[expert])
     return out_EOI
 
 
-def _segments(rows: Tensor, counts_E: Tensor) -> tuple[Tensor, ...]:
-    """Each expert's rows, and last those that belong to nobody; views. Waits for the device."""
+def _segments(counts_E: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Experts that have rows, and how many; last, how many belong to nobody. Waits for a GPU."""
     counts = counts_E.tolist()
-    return rows.split([*counts, rows.shape[0] - sum(counts)])
+    experts = [expert for expert, count in enumerate(counts) if count]
+    return experts, [*(counts[expert] for expert in experts), num_rows - sum(counts)]
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """out = left @ right, in left's dtype or wider. Autocast leaves products with `out` alone."""
-    is_bf16 = left.dtype == torch.bfloat16 and left.device.type == "cpu"
-    dtype = torch.float32 if is_bf16 and not multiplies_bf16() else left.dtype
-    left, right = left.to(dtype), right.to(dtype)
+    if left.dtype == torch.bfloat16 and left.device.type == "cpu" and not multiplies_bf16():
+        left = left.float()
+    right = right.to(left.dtype)
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:

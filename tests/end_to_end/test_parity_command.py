@@ -109,6 +109,22 @@ def test_without_a_stored_case_transformers_makes_one_now(parity: Parity, stored
     assert again["by_position"] != report["by_position"]
 
 
+def test_quantized_weights_are_compared_as_they_were_read(
+    parity: Parity, stored: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.tensor(1.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, err = parity(tmp_path)
+    assert status == 0, err
+    assert "with the weights as they were read here" in out
+
+
 def test_a_run_is_compared_through_an_export_and_the_report_says_so(
     parity: Parity, stored: Path, tmp_path: Path
 ) -> None:

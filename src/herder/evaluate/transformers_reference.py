@@ -18,6 +18,7 @@ from herder.checkpoint.huggingface import save_huggingface
 from herder.checkpoint.source import ModelSource
 from herder.errors import ModelError, ResourceError
 from herder.evaluate.golden import Golden, build_golden
+from herder.families.reading import QUANTIZATION
 from herder.model.decoder import Decoder
 
 NUM_ROWS = 3
@@ -30,10 +31,10 @@ NUM_GREEDY = 8
 def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) -> Golden:
     """What transformers computes with the model's own files on seeded random tokens.
 
-    A Hugging Face folder is read by transformers itself, and a GGUF file too where accelerate is
-    installed. Other sources are written out from `decoder` first, which the origin tells: then the
-    reading of weights is not compared. Raises ResourceError without the package, ModelError where
-    it refuses the model.
+    A Hugging Face folder of plain weights is read by transformers itself, and a GGUF file where
+    accelerate is installed. Other sources are written out from `decoder` first, which the origin
+    tells: then the reading of weights is not compared. Raises ResourceError without the package,
+    ModelError where it refuses the model.
     """
     library = _load_library()
     with tempfile.TemporaryDirectory(prefix="herder-parity-") as scratch:
@@ -50,7 +51,8 @@ def made_by_transformers(source: ModelSource, decoder: Decoder, *, seed: int) ->
 def _reads_itself(source: ModelSource) -> bool:
     if source.weights == "gguf":
         return importlib.util.find_spec("accelerate") is not None
-    return source.weights == "safetensors"
+    # Of quantized weights it computes with other numbers, or wants packages that read them.
+    return source.weights == "safetensors" and not source.config_json.get(QUANTIZATION)
 
 
 def _load_library() -> Any:

@@ -27,7 +27,7 @@ class Pace:
     def add(self, token_id: int) -> str:
         """Waits at each token."""
         self.reached.set()
-        assert self.let_go.wait(20)
+        assert self.let_go.wait(60)
         return "x"
 
     def finish(self) -> str:
@@ -47,7 +47,7 @@ def occupy(running, pace) -> None:
     """Keep the engine busy until pace lets go."""
     request = Request([1, 2], SamplingParams(max_tokens=1), pace)
     running.service.engine.submit([(request, lambda _: None)])
-    assert pace.reached.wait(10)
+    assert pace.reached.wait(60)
 
 
 def wait_until(condition, seconds=10.0) -> None:

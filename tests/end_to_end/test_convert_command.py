@@ -91,6 +91,8 @@ def test_a_target_that_holds_something_is_refused(
     assert convert(folder, target, "--to", form) == 2
     assert "exists already and is not empty" in capfd.readouterr().err
     assert [path.name for path in target.iterdir()] == ["precious"]
+    assert convert(folder, target / "precious", "--to", form) == 2
+    assert "exists already and is not empty" in capfd.readouterr().err
 
 
 def test_a_truncated_file_is_refused_and_leaves_nothing(

@@ -97,8 +97,9 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be deleted ({error.strerror}). It is older than checkpoint.keep_last "
-            "keeps; newer ones are whole. Delete it by hand, or raise checkpoint.keep_last."
+            f"{path} cannot be deleted ({error.strerror or error}). It is older than "
+            "checkpoint.keep_last keeps; newer ones are whole. Delete it by hand, or raise "
+            "checkpoint.keep_last."
         ) from error
 
 
@@ -163,26 +164,24 @@ def remove_unfinished(run_directory: Path) -> None:
 def locked(run_directory: Path) -> Generator[None]:
     """Hold the run directory for this process; the system lets go when the process ends.
 
-    Raises CheckpointError when another process trains there or the folder cannot be made.
+    Raises CheckpointError when another process trains there, and when the folder, or what is put
+    into it while it is held, cannot be written.
     """
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with (run_directory / ".lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.seek(0)
+                owner = lock.read(32).strip() or "unknown"
+                raise CheckpointError(
+                    f"run_directory: another process (id {owner}) is training in {run_directory}. "
+                    "Stop it, or give this run --set run_directory=runs/another."
+                ) from None
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
     except OSError as error:
-        raise CheckpointError(
-            f"run_directory: {run_directory} cannot be written: {error.strerror}."
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            raise CheckpointError(
-                f"run_directory: another process (id {owner}) is training in {run_directory}. "
-                "Stop it, or give this run --set run_directory=runs/another."
-            ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+        raise CheckpointError(f"run_directory: {run_directory} cannot be used: {error}.") from error

@@ -54,7 +54,7 @@ def command(source: str, target: Path, form: str | None, precision: str | None) 
 
 def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Path) -> None:
     """A run at step 0, without an optimizer's state: a model to evaluate, serve or start from."""
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists already and is not empty. Name another folder.")
     assert found.folder is not None, "what has weights has a folder by now"
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))

@@ -7,6 +7,7 @@ answer at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import click
 
-from herder.errors import HerderError
+from herder.errors import HerderError, UserError
 
 QUESTIONS: dict[str, dict[str, str]] = {
     "Does it fit, how should it be split, how fast is it, what will it serve?": {
@@ -42,6 +43,11 @@ VERBS = tuple(verb for verbs in QUESTIONS.values() for verb in verbs)
 
 _INTERRUPTED = 130
 _PIPE_CLOSED = 1
+_OF_THE_MACHINE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE),
+}
+"""Rights, names, full or failing disks, limits: the errors of files that are no bug of ours."""
 
 
 class VerbGroup(click.Group):
@@ -94,7 +100,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         result = command.main(arguments, prog_name="herder", standalone_mode=False)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return result if isinstance(result, int) else 0
     except HerderError as error:
         click.echo(f"herder: {error}", err=True)
@@ -108,6 +114,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # What is still buffered has no reader: let the interpreter flush it into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"herder: {where}{error.strerror}.", err=True)
+        return UserError.exit_status
 
 
 def main() -> None:

@@ -61,6 +61,8 @@ def read_yaml(text: str, *, where: str) -> tuple[Any, dict[KeyPath, int]]:
         raise ConfigError(
             f"{where}{_mark(error)}: this is not valid YAML: {_reason(error)}"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: a list or mapping in it holds itself.") from None
     finally:
         loader.dispose()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -54,10 +55,8 @@ def peak_flops_per_second(
     path = run_directory / PEAK_FILE
     key = f"{precision}, {_threads()}"
     known = dict[str, float]()
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known.clear()
+    with suppress(OSError, ValueError, TypeError):
+        known.update(json.loads(path.read_text(encoding="utf-8")))
     if key not in known:
         known[key] = measure_gemm_flops_per_second(precision)
         path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

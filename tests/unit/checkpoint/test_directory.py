@@ -12,6 +12,7 @@ from herder.checkpoint.directory import (
     list_checkpoints,
     locked,
     newest_checkpoint,
+    remove_checkpoint,
     remove_unfinished,
     set_aside,
     step_of,
@@ -123,8 +124,26 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"), locked(tmp_path / "file"):
+    with pytest.raises(CheckpointError, match=r"cannot be used.*exists"), locked(tmp_path / "file"):
         pass
+
+
+def test_a_file_that_cannot_be_written_while_it_is_held_is_told_and_lets_go(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    told = pytest.raises(CheckpointError, match=r"cannot be used.*Is a directory.*events\.jsonl")
+    with told, locked(tmp_path):
+        (tmp_path / "events.jsonl").open("a")
+    with locked(tmp_path):
+        pass
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_told_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    checkpoint_path(tmp_path, 1).parent.mkdir()
+    checkpoint_path(tmp_path, 1).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"cannot be deleted \(.*symbolic link"):
+        remove_checkpoint(checkpoint_path(tmp_path, 1))
+    assert (tmp_path / "elsewhere").is_dir()
 
 
 def test_finding_a_checkpoint_imports_no_torch() -> None:

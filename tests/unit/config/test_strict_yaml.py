@@ -60,6 +60,11 @@ def test_what_is_no_yaml_is_refused_with_its_line(text: str) -> None:
         value(text)
 
 
+def test_a_list_that_holds_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"r\.yaml: a list or mapping in it holds itself"):
+        read_yaml("a: &x [*x]\n", where="r.yaml")
+
+
 def test_code_is_not_run() -> None:
     with pytest.raises(ConfigError, match="not valid YAML"):
         value("a: !!python/object/apply:os.getcwd []")

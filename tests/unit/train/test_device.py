@@ -29,8 +29,9 @@ def test_a_cpus_peak_is_measured_once_and_kept(tmp_path: Path) -> None:
     assert again == first
 
 
-def test_a_damaged_measurement_is_made_again(tmp_path: Path) -> None:
-    (tmp_path / PEAK_FILE).write_text("{")
+@pytest.mark.parametrize("kept", ["{", "[]", "3"])
+def test_a_damaged_measurement_is_made_again(kept: str, tmp_path: Path) -> None:
+    (tmp_path / PEAK_FILE).write_text(kept)
     peak, _ = peak_flops_per_second(CPU, gpu("cpu"), precision="fp32", run_directory=tmp_path)
     assert list(json.loads((tmp_path / PEAK_FILE).read_text()).values()) == [peak]
 

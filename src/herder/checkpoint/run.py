@@ -87,7 +87,7 @@ def save_checkpoint(
     model_files: Mapping[str, bytes],
     keep_last: int,
 ) -> SavedCheckpoint:
-    """Write `checkpoints/step-<step>` and then delete all but the newest `keep_last`.
+    """Write `checkpoints/step-<step>`, and delete all but the newest `keep_last` before and after.
 
     Everything goes to a fresh folder that is renamed when complete. Raises CheckpointError when it
     cannot be written (a full disk): nothing half-written stays, earlier checkpoints are untouched.
@@ -99,6 +99,7 @@ def save_checkpoint(
         "Earlier checkpoints are untouched. Make room or lower checkpoint.keep_last, then run the "
         "same command to go on from the newest one."
     )
+    keep_newest(run_directory, keep_last=keep_last)  # more are there where it was lowered
     with writing(final, num_bytes=needed, advice=advice) as folder:
         for name, live in parts.items():
             stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}

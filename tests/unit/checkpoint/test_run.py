@@ -120,6 +120,15 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
+def test_a_lowered_keep_last_makes_room_before_the_next_is_written(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, tensors(seed=step), step=step, keep_last=3)
+    checkpoint_path(tmp_path, 4).with_name(".writing-step-00000004").write_text("in the way")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tmp_path, tensors(seed=4), step=4, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
+
+
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     save(tmp_path, tensors(seed=1), step=5)
     saved = save(tmp_path, tensors(seed=2), step=5)

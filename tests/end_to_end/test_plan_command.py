@@ -122,6 +122,7 @@ def test_a_recipe_is_planned_and_its_design_written(tmp_path: Path, repository: 
     price = ("--gpu-hour-price", "0.5")
     done = herder("train", str(recipe), "--set", "train.steps=7", "-o", str(page), *price, "--json")
     assert done.returncode == 0, done.stderr
+    assert f"The design is in {page}." in done.stderr
     plan = json.loads(done.stdout)
     assert plan["parameters"] == 134_515_008
     text = page.read_text()
@@ -158,6 +159,8 @@ def test_people_get_tables() -> None:
             ("serve", "qwen2.5-7b", "--gpu", "h100-80gb", "--tensor-parallel", "8"),
             "Legal here: 1, 2, 4.",
         ),
+        (("serve", "llama-2-7b", "--utilization", "nan"), "nan is not a finite number"),
+        (("train", "r.yaml", "-o", "d.md", "--gpu-hour-price", "inf"), "inf is not a finite"),
     ],
 )
 def test_a_mistake_is_a_message_and_exit_status_2(

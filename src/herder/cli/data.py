@@ -49,7 +49,7 @@ def prepare_command(recipe: Path, overrides: tuple[str, ...], *, as_json: bool) 
 @command.command("inspect")
 @_recipe
 @_set
-@click.option("--row", type=click.IntRange(min=0), default=0, help="Which row to show.")
+@click.option("--row", type=click.IntRange(0, 2**62), default=0, help="Which row to show.")
 @_json
 def inspect_command(recipe: Path, overrides: tuple[str, ...], row: int, *, as_json: bool) -> None:
     """Show the corpus of RECIPE. Lengths, packing, and one row as text, in reading order."""

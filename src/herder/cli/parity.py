@@ -23,7 +23,13 @@ from herder.evaluate.transformers_reference import made_by_transformers
     help="A folder of stored input_ids, attention_mask, position_ids, logits, greedy and "
     "hidden_row0 (.npy). Absent: transformers computes them now.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the tokens made up.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the tokens made up.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(model: str, golden: Path | None, seed: int, as_json: bool) -> None:
     """Compare MODEL's logits, layers and greedy tokens with transformers, or with stored ones.

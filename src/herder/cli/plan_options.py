@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,6 +11,19 @@ import click
 from pydantic import BaseModel
 
 COUNT = click.IntRange(min=1)
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. click's own lets nan into every one, and inf into open ones."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number; a usage error where it is none or outside."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from herder.cli.models import resolve
-from herder.cli.plan_options import COUNT, cluster_options, print_plan
+from herder.cli.plan_options import COUNT, FiniteRange, cluster_options, print_plan
 from herder.config.detect import choose_cluster
 from herder.families.registry import family_named
 from herder.plan.serving import DEFAULT_UTILIZATION, plan_serving
@@ -19,7 +19,7 @@ from herder.plan.weight_format import published_format
 @click.option("--tensor-parallel", type=COUNT, help="GPUs a replica.  [default: fewest that do]")
 @click.option(
     "--utilization",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=FiniteRange(min=0, max=1, min_open=True),
     default=DEFAULT_UTILIZATION,
     show_default=True,
     help="Share of a GPU's memory for weights and cache.",

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from herder.cli.models import resolve
-from herder.cli.plan_options import COUNT, cluster_options, print_plan
+from herder.cli.plan_options import COUNT, FiniteRange, cluster_options, print_plan
 from herder.config.detect import choose_cluster
 from herder.errors import ConfigError
 from herder.plan.training import Objective, plan_model_training
@@ -23,7 +23,7 @@ from herder.plan.training import Objective, plan_model_training
 @click.option("--objective", type=click.Choice(["simplest", "fastest"]), default="simplest")
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a RECIPE.")
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write a RECIPE's design.md.")
-@click.option("--gpu-hour-price", type=click.FloatRange(min=0), help="For the cost in design.md.")
+@click.option("--gpu-hour-price", type=FiniteRange(min=0), help="For the cost in design.md.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def train(
     model: str,
@@ -53,6 +53,8 @@ def train(
         plan = import_module("herder.cli.plan_recipe").plan_recipe(
             model, [*overrides, *given], choose, objective, output, gpu_hour_price
         )
+        if output is not None:
+            click.echo(f"The design is in {output}.", err=True)
     elif overrides or output:
         raise ConfigError(f"--set and -o go with a recipe's .yaml file; {model!r} is a model.")
     else:

@@ -282,7 +282,8 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _end_ids(config: Mapping[str, Any]) -> set[int]:
     given = [(part or {}).get("eos_token_id") for part in (config, config.get("text_config"))]
-    return {i for ids in given for i in ([ids] if isinstance(ids, int) else ids or ())}
+    ids = [i for each in given for i in (each if isinstance(each, list) else [each])]
+    return {i for i in ids if type(i) is int}
 
 
 def _chat_templates(file: str | None, setting: object) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from herder.engine.request import Logprob, SamplingParams, TokenLogprobs
+from herder.errors import ModelError
 
 GREEDY_TEMPERATURE = 1e-3
 """Below it the likeliest token is taken: logits 0.02 apart are already e^20 apart in odds."""
@@ -138,7 +139,7 @@ class TokenSampler:
         self._seen_V[named(prompt_ids)] = True
 
     def choose(self, logits_W: Tensor) -> int:
-        """The next token. `logits_W` is fp32. Raises FloatingPointError where none can be drawn."""
+        """The next token. `logits_W` is fp32. Raises ModelError where none can be drawn."""
         logits_V = self._shaped(logits_W[: self._num_tokens])
         peak, chosen = logits_V.max(0)
         if self._params.temperature >= GREEDY_TEMPERATURE:
@@ -146,7 +147,10 @@ class TokenSampler:
         # One wait for the device a token: value and index together, exact in fp64.
         best, token = torch.stack((peak.double(), chosen.double())).tolist()
         if not math.isfinite(best):
-            raise FloatingPointError(f"the best logit is {best}: no token can be drawn")
+            raise ModelError(
+                f"the best logit is {best}: no token can be drawn. The weights are damaged, or "
+                "their products overflow in this precision: fp16 has the narrowest range."
+            )
         self._num_made += 1
         if self._is_penalized:
             self._counts_V[int(token)] += 1

@@ -8,6 +8,7 @@ Legend: R rows, T tokens of one row, V vocabulary, G greedy tokens, L layers, D 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -285,9 +286,10 @@ def _alone(decoder: Decoder, tokens_T: Tensor) -> Tensor:
 
 
 def report_json(report: ParityReport, *, model: str) -> dict[str, Any]:
-    """All of the report; keys are its field names."""
+    """All of the report; keys are its field names, null stands for what is not finite."""
     verdicts = {"passed": report.passed, "greedy_equal": report.greedy_equal}
-    return {"model": model, **verdicts, **asdict(report)}
+    fields = json.loads(json.dumps(asdict(report)), parse_constant=lambda _name: None)
+    return {"model": model, **verdicts, **fields}
 
 
 def report_text(report: ParityReport, *, model: str) -> str:

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket at host:port, 0 for any free port. Raises ResourceError where it cannot be had."""
+    if not host:  # which the system would take for all addresses
+        raise ResourceError("the host is empty: 127.0.0.1 is this machine alone, 0.0.0.0 all of it")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

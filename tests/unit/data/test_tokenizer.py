@@ -82,6 +82,11 @@ def test_every_end_of_answer_is_known(small_tokenizer_json: str) -> None:
     assert tokenizer.end_token_id == 1
 
 
+def test_an_end_that_is_no_id_is_none(small_tokenizer_json: str) -> None:
+    configs = [{"eos_token_id": "</s>"}, {"eos_token_id": ["x", None, 5]}]
+    assert Tokenizer(small_tokenizer_json, configs=configs).eos_token_ids == {5}
+
+
 def test_without_an_end_of_its_own_the_models_ends_a_document(small_tokenizer_json: str) -> None:
     tokenizer = Tokenizer(small_tokenizer_json, configs=[{"eos_token_id": 3}])
     assert tokenizer.encode_documents(["a"])[0][-1] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -194,6 +195,13 @@ def test_the_report_is_one_json_object(decoder: Decoder, golden: Golden) -> None
     assert told["greedy_equal"] is True
     assert told["max_abs_difference"] < 1e-4
     assert list(told["by_layer"]) == ["embed", "layers.0", "layers.1", "layers.2", "norm"]
+
+
+def test_a_report_of_damaged_weights_is_json_too(decoder: Decoder, golden: Golden) -> None:
+    report = replace(compare(decoder, golden), max_abs_difference=math.nan, by_position=(math.inf,))
+    told = json.dumps(report_json(report, model="tiny"), allow_nan=False)
+    assert '"max_abs_difference": null' in told
+    assert '"by_position": [null]' in told
 
 
 def test_a_cache_or_packing_that_changes_logits_fails_too(decoder: Decoder, golden: Golden) -> None:

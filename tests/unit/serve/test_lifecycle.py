@@ -251,6 +251,11 @@ def test_an_address_that_is_not_ours_is_told(host) -> None:
         bind(host, 8000)
 
 
+def test_no_address_is_not_taken_for_all_of_them() -> None:
+    with pytest.raises(ResourceError, match="the host is empty"):
+        bind("", 0)
+
+
 def test_the_url_is_one_that_can_be_opened_here() -> None:
     with bind("0.0.0.0", 0) as bound:
         assert url_of(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"

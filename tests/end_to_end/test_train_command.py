@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -155,24 +156,26 @@ def test_a_run_from_nothing_leaves_what_its_users_need(
 def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
     runs: Runs, unbroken: dict[int, float]
 ) -> None:
-    process = runs.start("broken")
-    when(process, lambda: len(_lines(runs, "broken")) >= 3)
+    process = runs.start("broken run")
+    when(process, lambda: len(_lines(runs, "broken run")) >= 3)
     process.terminate()
     out, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 143, err
-    interrupted = runs.events("broken")[-1]
+    interrupted = runs.events("broken run")[-1]
     assert isinstance(interrupted, RunInterrupted)
     assert interrupted.signal == "SIGTERM"
-    newest = newest_checkpoint(runs.directory("broken"), reads_contents=True)
+    newest = newest_checkpoint(runs.directory("broken run"), reads_contents=True)
     assert newest is not None
     assert step_of(newest) == interrupted.step < STEPS
     assert f"stopped after step {interrupted.step} of {STEPS}. Go on with:" in out
 
-    assert runs.run("broken") == 0
-    assert runs.losses("broken") == unbroken
+    told = shlex.split(out.split("Go on with:\n")[1])
+    assert told[0] == "herder"
+    assert run(told[1:]) == 0
+    assert runs.losses("broken run") == unbroken
     for name in ("model", "optimizer"):
         path = f"checkpoints/step-{STEPS:08d}/{name}.safetensors"
-        resumed = (runs.directory("broken") / path).read_bytes()
+        resumed = (runs.directory("broken run") / path).read_bytes()
         assert resumed == (runs.directory("unbroken") / path).read_bytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -44,7 +45,8 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
             from herder.train.session import run_training
 
             outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop)
-    again = f"herder train {recipe}" + "".join(f" --set {each}" for each in overrides)
+    given = (word for override in overrides for word in ("--set", override))
+    again = shlex.join(["herder", "train", str(recipe), *given])
     click.echo(describe_end(config, outcome.step, again if outcome.stopped_by else None))
     return stop.exit_status if outcome.stopped_by else 0
 

@@ -33,6 +33,7 @@ _MUST_BE = {
     "literal_error": "one of {expected}",
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
+    "string_too_short": "text that is not empty",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
 }

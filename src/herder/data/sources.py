@@ -68,7 +68,7 @@ def documents(source: Source, *, max_documents: int | None = None) -> Iterator[s
         yield text
     if not found:
         files = source.files[0] if len(source.files) == 1 else f"{len(source.files)} files"
-        raise DataError(f"The corpus {source.name} is empty: {files} hold no text.")
+        raise DataError(f"The corpus {source.name} is empty: no text in {files}.")
 
 
 def is_held_out(text: str, *, fraction: float) -> bool:

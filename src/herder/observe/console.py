@@ -117,7 +117,7 @@ class LiveConsole:
         if started is None:
             return Group()
         done = step.step if step else started.first_step
-        left = format_seconds(step.seconds_left) if step else "first step"
+        left = f"{format_seconds(step.seconds_left)} left" if step else "first step"
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column(style="dim", min_width=_LABEL_COLUMNS)
         table.add_column(no_wrap=True, overflow="ellipsis")
@@ -140,9 +140,7 @@ class LiveConsole:
 
 def _progress_row(done: int, steps: int, left: str) -> Table:
     row = Table.grid(padding=(0, 1))
-    row.add_row(
-        f"{done}/{steps}", ProgressBar(total=steps, completed=done, width=28), f"{left} left"
-    )
+    row.add_row(f"{done}/{steps}", ProgressBar(total=steps, completed=done, width=28), left)
     return row
 
 

@@ -111,7 +111,8 @@ def describe(event: Event, *, steps: int) -> str:
             where = "" if event.step is None else f" at step {event.step}"
             return f"incident{where}: {event.kind}: {event.message}"
         case RunInterrupted():
-            return f"{event.signal}: stopped after step {event.step} of {steps}, state saved"
+            state = "state saved" if event.step else "nothing to save yet"
+            return f"{event.signal}: stopped after step {event.step} of {steps}, {state}"
         case RunFinished():
             return (
                 f"finished {event.step} steps: loss {event.loss:.4f}, {event.tokens:,} tokens "

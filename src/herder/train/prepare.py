@@ -5,6 +5,7 @@ Imports no torch: a run that cannot be is refused, and a plan shown, within half
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def describe_end(config: RunConfig, step: int, again: str | None) -> str:
     """Where the run is and what comes next; `again` is the command that goes on, if it stopped."""
     if again is not None:
         return f"stopped after step {step} of {config.train.steps}. Go on with:\n  {again}"
-    directory = config.run_directory
+    directory = shlex.quote(config.run_directory)
     return (
         f"done: {step} steps, in {directory}. Next:\n"
         f"  herder evaluate {directory}\n"

@@ -30,7 +30,7 @@ def check_schedule(schedule: ScheduleConfig, *, steps: int) -> None:
         parts += f" + decay_steps={decay}" if decay else ""
         raise ConfigError(
             f"train.schedule: {parts} exceeds train.steps={steps}, so the rate would never reach "
-            f"its shape. Try --set train.schedule.warmup_steps={max(0, (steps - decay) // 10)}."
+            f"its shape. Shorten it, or --set train.steps={schedule.warmup_steps + decay} or more."
         )
 
 

@@ -105,7 +105,7 @@ def test_all_violations_are_told_together_with_file_line_and_path(tmp_path: Path
     [
         ("clip_norm: 4\n", "clip_norm: unknown key. Did you mean 'train.clip_norm'?"),
         ("layout: aut\n", "must be one of 'auto', or a mapping of keys, given the text 'aut'"),
-        ("train: {schedule: {kind: wsd}}\n", "kind='wsd' with decay_steps=None."),
+        ("train: {schedule: {kind: wsd}}\n", "wsd needs decay_steps, the other kinds"),
         ("train: {compile: 1}\n", "train.compile: must be true or false, given 1."),
         ("train: {compile: yes}\n", "must be true or false, given the text 'yes'."),
         ("train: {steps: 1.5}\n", "train.steps: must be a whole number, given 1.5."),
@@ -115,6 +115,11 @@ def test_all_violations_are_told_together_with_file_line_and_path(tmp_path: Path
         ("data: {validation_fraction: 1}\n", "must be less than 1.0, given 1."),
         ("data: {source: [a]}\n", "data.source: must be text, given a list of 1."),
         ("run_directory: null\n", "run_directory: must be text, given nothing (null)."),
+        (
+            "run_directory: ''\n",
+            "run_directory: must be text that is not empty, given the text ''.",
+        ),
+        ("data: {max_documents: 99999999999999999999}\n", "data.max_documents: must be less than"),
         ("3: 4\n", "a key is a word, given 3."),
     ],
 )

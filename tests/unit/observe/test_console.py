@@ -112,6 +112,15 @@ def test_the_display_fits_80_columns(drawn: str) -> None:
     assert max(map(cell_len, drawn.splitlines())) <= 80
 
 
+def test_before_the_first_step_no_time_left_is_told() -> None:
+    stream = Terminal()
+    bus = Bus([LiveConsole(stream)])
+    bus.emit(STARTED)
+    bus.close()
+    assert "first step" in stream.getvalue()
+    assert "left" not in stream.getvalue()
+
+
 def test_notices_scroll_by_above_the_display(drawn: str) -> None:
     assert "note: an adjustment" in drawn
 

@@ -6,7 +6,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from herder.observe.events import Bus, Incident, Notice, RouterStats, RunStarted, StepFinished
+from herder.observe.events import (
+    Bus,
+    Incident,
+    Notice,
+    RouterStats,
+    RunInterrupted,
+    RunStarted,
+    StepFinished,
+)
 from herder.observe.sinks import JsonLinesSink, LineSink, describe, describe_step, read_events
 
 STEP = StepFinished(
@@ -80,6 +88,12 @@ def test_a_plain_log_has_one_line_an_event_with_the_numbers_people_ask_for() -> 
     assert "MFU 37.5%" in step
     assert "1 min 05 s left" in step
     assert incident == "incident at step 2: damaged_checkpoint: sha256 differs"
+
+
+def test_a_stop_before_the_first_step_does_not_claim_that_anything_was_saved() -> None:
+    told = [describe(RunInterrupted(step=step, signal="SIGINT"), steps=9) for step in (0, 3)]
+    assert told[0] == "SIGINT: stopped after step 0 of 9, nothing to save yet"
+    assert told[1] == "SIGINT: stopped after step 3 of 9, state saved"
 
 
 def test_step_lines_keep_their_columns() -> None:

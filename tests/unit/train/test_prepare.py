@@ -88,6 +88,7 @@ def test_a_schedule_longer_than_the_run_is_refused() -> None:
 def test_the_end_names_the_next_commands_or_how_to_go_on() -> None:
     assert "herder evaluate runs/none" in describe_end(config(), 100, None)
     assert "Go on with:\n  herder train r.yaml" in describe_end(config(), 3, "herder train r.yaml")
+    assert "\n  herder serve 'runs/my run'" in describe_end(config("runs/my run"), 100, None)
 
 
 def test_planning_a_run_imports_no_torch() -> None:

@@ -52,4 +52,6 @@ def test_a_run_of_one_step_has_a_rate() -> None:
 def test_a_schedule_longer_than_the_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"warmup_steps=10 \+ decay_steps=20 exceeds train.*=25"):
         check_schedule(WSD, steps=25)
+    with pytest.raises(ConfigError, match=r"--set train\.steps=30 or more"):
+        check_schedule(WSD, steps=5)
     check_schedule(WSD, steps=30)

@@ -174,7 +174,8 @@ def _told_violation(item: Any, tree: Any, root: type[BaseModel]) -> tuple[KeyPat
             break
         if part not in value and part == value.get("kind"):  # which of a field's records it is
             inner = [each for each in inner if each.model_fields["kind"].default == part]
-        elif part in value or not str(part).startswith("<"):  # else the form of a field of two
+        elif part in value or item["type"] == "missing" and not str(part).startswith("<"):
+            # else the form of a field of two, or of a value that may be any JSON
             path.append(str(part))
             record, value = next(iter(inner), None), value.get(part)
             field = record.model_fields.get(part) if record else None
@@ -199,7 +200,7 @@ def _worded(
         return f"unknown key. {_known_key(name, record, root)}"
     if kind == "missing":
         return "this key is missing."
-    if kind == "invalid_key" or item["loc"][-1] == "[key]":
+    if kind == "invalid_key" or item["loc"][-1:] == ("[key]",):
         return f"a key is a word, given {_told(given)}."
     if kind == "value_error":
         return f"{context['error']}."

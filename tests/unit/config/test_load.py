@@ -127,6 +127,11 @@ def test_a_mistake_says_what_would_do(text: str, told: str, tmp_path: Path) -> N
     assert told in refusal(tmp_path, MINIMAL + text)
 
 
+def test_a_mistake_within_a_models_own_config_has_its_path(tmp_path: Path) -> None:
+    told = refusal(tmp_path, "model: {initialize: random, config: {noise: {std: .nan}}}\n")
+    assert told == "recipe.yaml:1: model.config.noise.std: must be a finite number, given nan."
+
+
 def test_exactly_one_origin_of_the_model(tmp_path: Path) -> None:
     assert "give exactly one of source and config" in refusal(tmp_path, "model: {}\n")
 
@@ -220,6 +225,7 @@ def test_a_tree_of_overrides_does_what_single_ones_do() -> None:
         ("attention.num_key_value_heads=3", "attention: num_key_value_heads=3 does not divide num"),
         ("attention.head_dims=3", "attention.head_dims: unknown key. Did you mean 'head_dim'?"),
         ("moe", "--set moe: give a key path and a value"),
+        ("layers=[]", "--set: layers is empty."),
     ],
 )
 def test_an_override_is_as_strict_as_the_record(override: str, told: str) -> None:

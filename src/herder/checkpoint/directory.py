@@ -184,4 +184,6 @@ def locked(run_directory: Path) -> Generator[None]:
             lock.flush()
             yield
     except OSError as error:
+        if error.filename and not str(error.filename).startswith(str(run_directory)):
+            raise
         raise CheckpointError(f"run_directory: {run_directory} cannot be used: {error}.") from error

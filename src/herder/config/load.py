@@ -174,7 +174,7 @@ def _told_violation(item: Any, tree: Any, root: type[BaseModel]) -> tuple[KeyPat
             break
         if part not in value and part == value.get("kind"):  # which of a field's records it is
             inner = [each for each in inner if each.model_fields["kind"].default == part]
-        elif part in value or item["type"] == "missing" and not str(part).startswith("<"):
+        elif part in value or (item["type"] == "missing" and not str(part).startswith("<")):
             # else the form of a field of two, or of a value that may be any JSON
             path.append(str(part))
             record, value = next(iter(inner), None), value.get(part)

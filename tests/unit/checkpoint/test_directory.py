@@ -133,8 +133,8 @@ def test_a_file_that_cannot_be_written_while_it_is_held_is_told_and_lets_go(tmp_
     told = pytest.raises(CheckpointError, match=r"cannot be used.*Is a directory.*events\.jsonl")
     with told, locked(tmp_path):
         (tmp_path / "events.jsonl").open("a")
-    with locked(tmp_path):
-        pass
+    with pytest.raises(FileNotFoundError, match="elsewhere"), locked(tmp_path):
+        Path("/elsewhere/file").read_text()
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_told_with_the_reason(tmp_path: Path) -> None:

@@ -42,8 +42,15 @@ def command_lines(program: str) -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0] == program]
 
 
-HERDER_LINES = command_lines("herder")
+RECIPE_LINES = [
+    shlex.split(line, comments=True)[1:]
+    for recipe in (REPOSITORY / "recipes").glob("*.yaml")
+    for line in re.findall(r"^# +(herder .*)", recipe.read_text(), re.MULTILINE)
+]
+"""What the comments of recipes tell to run."""
+HERDER_LINES = [*command_lines("herder"), *RECIPE_LINES]
 PLAN_LINES = [words for words in HERDER_LINES if words[0] == "plan"]
+TRAIN_LINES = [words for words in HERDER_LINES if words[0] == "train"]
 
 
 def parse(words: list[str]) -> click.Context:
@@ -74,8 +81,16 @@ def test_a_documented_plan_runs(words: list[str], tmp_path, monkeypatch, capsys)
     assert run(words) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", TRAIN_LINES, ids=" ".join)
+def test_a_documented_run_can_be_planned(words: list[str], monkeypatch, capsys) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    one_large_gpu = ("--nodes", "1", "--gpus-per-node", "1", "--gpu", "b200")
+    assert run(["plan", *words, *one_large_gpu]) == 0, capsys.readouterr().err
+
+
 def test_the_documents_show_commands_at_all() -> None:
     assert len(PLAN_LINES) >= 3
+    assert len(TRAIN_LINES) > len(RECIPE_LINES) > 3
     assert len(HERDER_LINES) > len(PLAN_LINES)
 
 

@@ -11,6 +11,7 @@ from herder.config.load import load_run_config
 from herder.config.run import ClusterConfig
 from herder.plan.design import write_design
 from herder.plan.training import Objective, TrainingPlan, plan_training
+from herder.train.schedule import check_schedule
 from herder.train.source import find_model
 
 
@@ -24,6 +25,7 @@ def plan_recipe(
 ) -> TrainingPlan:
     """The plan of a recipe with `overrides`; its page is written where `design` says."""
     config = load_run_config(Path(recipe), overrides)
+    check_schedule(config.train.schedule, steps=config.train.steps)
     source = find_model(config.model, partial(resolve, needs_weights=False), needs_weights=False)
     plan = plan_training(
         source.architecture,

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,15 +118,16 @@ def _tokenize(
 
 
 def _open(folder: Path, name: str, dtype: np.dtype[np.unsignedinteger]) -> DocumentTokens:
-    with np.load(folder / f"{name}.npz") as index:
-        offsets, num_text_bytes = index["offsets"], int(index["num_text_bytes"])
     path = folder / f"{name}.tokens"
-    num_bytes, expected_bytes = path.stat().st_size, int(offsets[-1]) * dtype.itemsize
-    if num_bytes != expected_bytes:
-        raise DataError(
-            f"{path} has {num_bytes} bytes, its index says {expected_bytes}: it is damaged. "
-            f"Delete {folder} and it is made again."
-        )
+    try:
+        with (folder / f"{name}.npz").open("rb") as file, np.load(file) as index:
+            offsets, num_text_bytes = index["offsets"], int(index["num_text_bytes"])
+        num_bytes, expected_bytes = path.stat().st_size, int(offsets[-1]) * dtype.itemsize
+        if num_bytes != expected_bytes:
+            raise ValueError(f"{path.name} has {num_bytes} bytes, its index says {expected_bytes}")
+    except (OSError, ValueError, LookupError, EOFError, BadZipFile) as error:
+        told = f"{folder} is damaged: {error}. Delete it and it is made again."
+        raise DataError(told) from error
     # An empty file cannot be mapped.
     tokens = np.memmap(path, dtype, mode="r") if num_bytes else np.empty(0, dtype)
     return DocumentTokens(tokens, offsets, num_text_bytes)

@@ -91,9 +91,18 @@ def test_an_empty_corpus_leaves_nothing(
     assert list(cache.rglob("*.tokens")) == []
 
 
-def test_a_truncated_token_file_is_refused(config: DataConfig, tokenizer: Tokenizer) -> None:
-    corpus = prepare_corpus(config, tokenizer)
-    path = corpus.folder / "train.tokens"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"it is damaged\. Delete"):
+@pytest.mark.parametrize("name", ["train.tokens", "validation.npz"])
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_truncated_token_file_is_refused(
+    config: DataConfig, tokenizer: Tokenizer, name: str, length: int
+) -> None:
+    path = prepare_corpus(config, tokenizer).folder / name
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(DataError, match=r"is damaged: .*Delete it and it is made again"):
+        prepare_corpus(config, tokenizer)
+
+
+def test_a_missing_token_file_is_told(config: DataConfig, tokenizer: Tokenizer) -> None:
+    (prepare_corpus(config, tokenizer).folder / "train.npz").unlink()
+    with pytest.raises(DataError, match=r"is damaged: .*No such file"):
         prepare_corpus(config, tokenizer)

@@ -60,6 +60,10 @@ def family_of(config_json: Mapping[str, Any], *, name: str = "config.json") -> F
     """
     model_type = config_json.get("model_type")
     architectures = config_json.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(
+            f"{name}: architectures={architectures!r} in config.json must be a list of class names."
+        )
     if model_type is None and not architectures:
         raise ModelError(f"{name}: config.json has neither model_type nor architectures.")
     for family in _nearest_first(str(model_type)):

@@ -100,3 +100,8 @@ def test_families_are_found_without_importing_torch_or_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_architectures_that_are_no_list_are_refused_by_what_was_given() -> None:
+    with pytest.raises(ModelError, match=r"architectures=3 .* must be a list"):
+        family_of({"model_type": "llama", "architectures": 3})

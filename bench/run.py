@@ -52,6 +52,7 @@ class Worker:
     mode: str
     process: subprocess.Popen
     rates: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     peak_gb: float = 0.0
 
     @property
@@ -62,12 +63,17 @@ class Worker:
     def tokens_per_second(self) -> float:
         return statistics.median(self.rates)
 
+    def has_time(self, limit_seconds: float) -> bool:
+        """Whether one more repetition, as long as the last, ends within the limit."""
+        return not self.seconds or sum(self.seconds) + self.seconds[-1] <= limit_seconds
+
     def repeat(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         reply = self.read()
         self.rates.append(reply["tokens"] / reply["seconds"])
+        self.seconds.append(reply["seconds"])
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -112,6 +118,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", default=["eager", "compile"], help="of training")
     parser.add_argument("--repeats", type=int, default=5, help="of each setting, in turns")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="of repetitions of one setting: the first is always done, a further one if it fits",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench/results.json"))
     return parser.parse_args()
@@ -138,7 +151,8 @@ def compare(
         for _ in range(arguments.repeats):
             for worker in workers:
                 progress.update(task, description=f"{work} {precision}: {worker.name}")
-                worker.repeat()
+                if worker.has_time(arguments.limit):
+                    worker.repeat()
                 progress.advance(task)
     for worker in workers:
         worker.close()
@@ -179,12 +193,24 @@ def report(
     if memory_aim:
         title += f" at {memory_aim:.0%} of its memory"
     table = Table(title=title, title_justify="left")
-    for heading in ("setting", "tokens/s", "min", "max", "ratio", "peak GB", "memory", "of limit"):
+    for heading in (
+        "setting",
+        "runs",
+        "tokens/s",
+        "min",
+        "max",
+        "ratio",
+        "peak GB",
+        "memory",
+        "of limit",
+    ):
         table.add_column(heading, justify="left" if heading == "setting" else "right")
     rows = []
     for worker in workers:
         ratio = statistics.median(
-            ours / theirs for ours, theirs in zip(worker.rates, peer.rates, strict=True)
+            # a slow setting has fewer repetitions: its own are paired with the first of the others
+            ours / theirs
+            for ours, theirs in zip(worker.rates, peer.rates, strict=False)
         )
         share, limit = share_of_limit(work, precision, worker.tokens_per_second, limits)
         rows.append(
@@ -192,6 +218,7 @@ def report(
                 "work": work,
                 "precision": precision,
                 "setting": worker.name,
+                "repetitions": len(worker.rates),
                 "tokens_per_second": worker.tokens_per_second,
                 "ratio": ratio,
                 "peak_gb": worker.peak_gb,
@@ -202,6 +229,7 @@ def report(
         )
         table.add_row(
             worker.name,
+            str(len(worker.rates)),
             f"{worker.tokens_per_second:.1f}",
             f"{min(worker.rates):.1f}",
             f"{max(worker.rates):.1f}",

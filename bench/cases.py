@@ -39,6 +39,7 @@ ROUTED = {
     "router_aux_loss_coef": 0.0,
 }
 """Model M: 29.8 M parameters."""
+MANY_EXPERTS = ("experts", "experts-forward")
 EXPERT_COUNTS = ("8", "16", "32", "64")
 SEQUENCE_LENGTH = 512
 MICRO_BATCH_SIZE = 4
@@ -54,8 +55,9 @@ Case = Callable[[], int]
 
 def build(side: str, work: str, precision: str, mode: str, model: Path | None) -> Case:
     """The case of one row and column of the tables."""
-    if work == "experts":
-        return herder_passes({**ROUTED, "num_local_experts": int(mode)}, precision)
+    if work in MANY_EXPERTS:
+        config = {**ROUTED, "num_local_experts": int(mode)}
+        return herder_passes(config, precision, backward=work == "experts")
     if work in TRAINED:
         training = {"herder": herder_training, "transformers": transformers_training}[side]
         return training(TRAINED[work], precision, compiled=mode == "compile")
@@ -95,10 +97,11 @@ def herder_training(config: dict, precision: str, *, compiled: bool) -> Case:
     return _cycle(batches, lambda batch: train_step(decoder, optimizer, [batch], settings))
 
 
-def herder_passes(config: dict, precision: str) -> Case:
-    """Forward and backward of one micro-batch a call, gradients accumulating.
+def herder_passes(config: dict, precision: str, *, backward: bool) -> Case:
+    """Forward of one micro-batch a call, and backward, gradients accumulating.
 
-    The optimizer is left out: it updates all experts, whatever the tokens chose.
+    The optimizer is left out: it updates all experts, whatever the tokens chose. So does backward
+    write the gradient of all experts, which is memory alone: 0.4 GB of it at 64 experts.
     """
     from herder.train.routers import routing_of
     from herder.train.step import summed_loss
@@ -107,8 +110,10 @@ def herder_passes(config: dict, precision: str) -> Case:
 
     def passes(batch) -> None:
         routing = routing_of(decoder.config, batch)
-        loss = summed_loss(decoder, batch, settings, routing)
-        loss.backward()
+        with torch.set_grad_enabled(backward):
+            loss = summed_loss(decoder, batch, settings, routing)
+        if backward:
+            loss.backward()
 
     return _cycle(_micro_batches(), passes)
 

@@ -25,8 +25,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 HERE = Path(__file__).parent
-FLOPS_PER_TOKEN = {"train": 252.4e6, "train-moe": 75.9e6, "experts": 75.9e6}
-"""Models D and M, forward and backward: 6 x 40.0 M and 6 x 12.1 M matrix parameters that a token
+FLOPS_PER_TOKEN = {
+    "train": 252.4e6,
+    "train-moe": 75.9e6,
+    "experts": 75.9e6,
+    "experts-forward": 75.9e6 / 3,
+}
+"""Models D and M, forward and backward (thrice a forward): 6 x 40.0 M and 6 x 12.1 M matrix parameters that a token
 meets, and causal attention at 512."""
 AIMS = {
     ("train", "fp32"): (1.1, 0.6),
@@ -41,7 +46,7 @@ AIMS = {
 """(speed against the peer's best setting, peak memory against that setting's)."""
 
 
-WORKS = ("train", "train-moe", "experts", "decode", "prefill")
+WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train")
 
 
 @dataclass
@@ -161,7 +166,7 @@ def compare(
 
 def settings_of(work: str, modes: list[str]) -> Iterator[tuple[str, str]]:
     """(side, mode) of the settings that take turns."""
-    if work == "experts":
+    if work in cases.MANY_EXPERTS:
         yield from (("herder", count) for count in cases.EXPERT_COUNTS)
         return
     for side in ("herder", "transformers"):

@@ -20,7 +20,7 @@ import torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=["herder", "transformers"])
-    parser.add_argument("work", choices=[*cases.TRAINED, "experts", "decode", "prefill"])
+    parser.add_argument("work", choices=[*cases.TRAINED, *cases.MANY_EXPERTS, "decode", "prefill"])
     parser.add_argument("--precision", choices=["fp32", "bf16"], required=True)
     parser.add_argument(
         "--mode", choices=["eager", "compile", *cases.EXPERT_COUNTS], default="eager"

@@ -31,8 +31,8 @@ FLOPS_PER_TOKEN = {
     "experts": 75.9e6,
     "experts-forward": 75.9e6 / 3,
 }
-"""Models D and M, forward and backward (thrice a forward): 6 x 40.0 M and 6 x 12.1 M matrix parameters that a token
-meets, and causal attention at 512."""
+"""Models D and M, forward and backward (thrice a forward): 6 x 40.0 M and 6 x 12.1 M matrix
+parameters that a token meets, and causal attention at 512."""
 AIMS = {
     ("train", "fp32"): (1.1, 0.6),
     ("train", "bf16"): (1.2, 0.6),

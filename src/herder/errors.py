@@ -13,6 +13,7 @@
     │       ├── OverloadedError   the queue of requests is full: try again later
     │       └── UnavailableError  the server is loading, draining or gone
     ├── TrainingError        exit 1: a run cannot go on: its loss is not finite, for example
+    │   └── RankError        one rank of a job died, hung or raised an error
     └── CheckFailedError     exit 1: a comparison that was asked for did not hold
 
 A message says where, what was given, which rule it breaks with the numbers, and what would do.
@@ -84,6 +85,14 @@ class TrainingError(HerderError):
     """A run cannot go on, though nothing it was given is wrong in itself."""
 
     exit_status = 1
+
+
+class RankError(TrainingError):
+    """One rank of a job died, hung or raised an error, and the others were ended."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
 
 
 class CheckFailedError(HerderError):

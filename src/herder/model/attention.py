@@ -18,6 +18,7 @@ from herder.config.architecture import (
 )
 from herder.model.attend import Attend
 from herder.model.attention_spec import AttentionSpec
+from herder.model.axes import Axis
 from herder.model.linear import Linear
 from herder.model.norm import RmsNorm, rms
 from herder.model.rope import RotaryTables, rotate
@@ -41,6 +42,7 @@ class Sinks(nn.Module):
 
     def __init__(self, num_heads: int, *, device: str, dtype: torch.dtype) -> None:
         super().__init__()
+        self.axes = ("heads",)
         self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
 
     def forward(self) -> Tensor:
@@ -68,15 +70,24 @@ class Attention(nn.Module):
         key_dim = attention.num_key_value_heads * attention.head_dim
         made = {"device": device, "dtype": dtype}
 
-        def project(out_dim: int) -> Linear:
-            return Linear(config.hidden_size, out_dim, bias=attention.qkv_bias, **made)
+        def project(out_dim: int, axis: Axis) -> Linear:
+            axes, bias = (axis, "embed"), attention.qkv_bias
+            return Linear(config.hidden_size, out_dim, axes=axes, bias=bias, **made)
 
-        self.query, self.key, self.value = project(query_dim), project(key_dim), project(key_dim)
-        self.output = Linear(query_dim, config.hidden_size, bias=attention.output_bias, **made)
+        self.query = project(query_dim, "heads")
+        self.key, self.value = project(key_dim, "kv_heads"), project(key_dim, "kv_heads")
+        self.output = Linear(
+            query_dim,
+            config.hidden_size,
+            axes=("embed", "heads"),
+            bias=attention.output_bias,
+            **made,
+        )
         widths = {"head": (attention.head_dim,) * 2, "projection": (query_dim, key_dim)}
         query_width, key_width = widths.get(attention.qk_norm, (None, None))
-        self.query_norm = _norm(query_width, config.norm, device, dtype)
-        self.key_norm = _norm(key_width, config.norm, device, dtype)
+        whole = self.norm_whole_projection
+        self.query_norm = _norm(query_width, "heads" if whole else "head", config.norm, **made)
+        self.key_norm = _norm(key_width, "kv_heads" if whole else "head", config.norm, **made)
         self.sinks = Sinks(attention.num_attention_heads, **made) if attention.sinks else None
 
     def forward(self, x_TD: Tensor, places: TokenPlaces, attend: Attend) -> Tensor:
@@ -105,5 +116,9 @@ class Attention(nn.Module):
         return norm(x) if norm is not None and not self.norm_whole_projection else x
 
 
-def _norm(width: int | None, config: NormConfig, device: str, dtype: torch.dtype) -> RmsNorm | None:
-    return None if width is None else RmsNorm(width, config, device=device, dtype=dtype)
+def _norm(
+    width: int | None, axis: Axis, config: NormConfig, *, device: str, dtype: torch.dtype
+) -> RmsNorm | None:
+    if width is None:
+        return None
+    return RmsNorm(width, config, axis=axis, device=device, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,18 @@ def materialize(decoder: Decoder, *, device: str | torch.device) -> None:
     tie(decoder)
 
 
-def initialize_weights(decoder: Decoder, *, seed: int) -> None:
+def copy_whole(parameter: Tensor, value: Tensor) -> None:
+    """Fill a parameter of which this process holds all."""
+    parameter.copy_(value)
+
+
+def initialize_weights(
+    decoder: Decoder, *, seed: int, place: Callable[[Tensor, Tensor], None] = copy_whole
+) -> None:
     """Random weights that depend on (seed, name) alone, never on layout, order or device.
 
-    Buffers, which gradients never touch, start at 0.
+    place(parameter, value): puts a whole value where it is held, one parameter at a time. Buffers,
+    which gradients never touch, start at 0.
     """
     with torch.no_grad():
         for module_name, module in decoder.named_modules():
@@ -65,7 +74,7 @@ def initialize_weights(decoder: Decoder, *, seed: int) -> None:
                 full_name = f"{module_name}.{name}"
                 if module is decoder.head and decoder.config.tie_embeddings:
                     continue
-                parameter.copy_(initial_value(decoder.config, module, full_name, seed=seed))
+                place(parameter, initial_value(decoder.config, module, full_name, seed=seed))
             for buffer in module.buffers(recurse=False):
                 buffer.zero_()
 

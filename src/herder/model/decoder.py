@@ -8,7 +8,6 @@ the model is the argument `readout`; how experts are reached is their module's `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +20,9 @@ from herder.model.experts import Moe
 from herder.model.latent_attention import LatentAttention
 from herder.model.mlp import Mlp
 from herder.model.norm import RmsNorm
-from herder.model.readout import Head
+from herder.model.readout import Head, Readout
 from herder.model.rope import Rope
 from herder.model.routing import LayerRouting
-
-Readout = Callable[[Tensor, Head], Any]
 
 
 class Embedding(nn.Embedding):
@@ -33,6 +30,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, config: ArchitectureConfig, *, device: str, dtype: torch.dtype) -> None:
         super().__init__(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.axes = ("vocab", "embed")
         self.scale = config.embedding_scale
 
     def forward(self, input: Tensor) -> Tensor:
@@ -53,7 +51,7 @@ class DecoderLayer(nn.Module):
         made = {"device": device, "dtype": dtype}
 
         def norm() -> RmsNorm:
-            return RmsNorm(config.hidden_size, config.norm, **made)
+            return RmsNorm(config.hidden_size, config.norm, axis="embed", **made)
 
         self.attention_norm = norm()
         latent = config.attention.kind == "latent"
@@ -105,7 +103,7 @@ class Decoder(nn.Module):
                 for index, layer in enumerate(config.layers)
             }
         )
-        self.norm: RmsNorm | None = RmsNorm(config.hidden_size, config.norm, **made)
+        self.norm: RmsNorm | None = RmsNorm(config.hidden_size, config.norm, axis="embed", **made)
         self.head: Head | None = Head(
             config.hidden_size, config.vocab_size, softcap=config.final_logit_softcap, **made
         )
@@ -135,7 +133,7 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x_TD
         x_TD = self.norm(x_TD)
-        return self.head(x_TD) if readout is None else readout(x_TD, self.head)
+        return self.head(x_TD, readout)
 
     def _places(
         self, positions_T: Tensor, attend: Attend

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from herder.config.architecture import MlpConfig, MoeConfig
 from herder.model.autograd import Function
+from herder.model.axes import Axes
 from herder.model.grouped_product import grouped_product
 from herder.model.linear import Linear
 from herder.model.mlp import ClampedSwiglu, Gating, Mlp, gated
@@ -49,7 +50,9 @@ class Moe(nn.Module):
             shared = MlpConfig(intermediate_size=width, activation=config.activation)
             self.shared = Mlp(hidden_size, shared, **made)
         has_gate = config.shared_expert_gate and width is not None
-        self.shared_gate = Linear(hidden_size, 1, bias=False, **made) if has_gate else None
+        self.shared_gate: Linear | None = None
+        if has_gate:
+            self.shared_gate = Linear(hidden_size, 1, axes=(None, "embed"), bias=False, **made)
 
     def forward(self, x_TD: Tensor, routing: LayerRouting | None = None) -> Tensor:
         """x_TD; of padding, only what the shared expert makes of it."""
@@ -67,9 +70,10 @@ class ExpertWeights(nn.Module):
     """One matrix of every expert, and its bias: a leaf that gives them, whatever shards it."""
 
     def __init__(
-        self, num_experts: int, in_dim: int, out_dim: int, *, bias: bool, **made: Any
+        self, num_experts: int, in_dim: int, out_dim: int, *, axes: Axes, bias: bool, **made: Any
     ) -> None:
         super().__init__()
+        self.axes = axes
         self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim, **made))
         bias_EO = nn.Parameter(torch.empty(num_experts, out_dim, **made)) if bias else None
         self.register_parameter("bias", bias_EO)
@@ -94,9 +98,12 @@ class Experts(nn.Module):
             else config.activation
         )
         made = {"bias": config.expert_bias, "device": device, "dtype": dtype}
-        sizes = config.num_experts, hidden_size, config.expert_intermediate_size
-        self.gate, self.up = ExpertWeights(*sizes, **made), ExpertWeights(*sizes, **made)
-        self.down = ExpertWeights(sizes[0], sizes[2], sizes[1], **made)
+        width, inwards = config.expert_intermediate_size, ("experts", "hidden", "embed")
+        sizes = config.num_experts, hidden_size, width
+        self.gate = ExpertWeights(*sizes, axes=inwards, **made)
+        self.up = ExpertWeights(*sizes, axes=inwards, **made)
+        outwards = ("experts", "embed", "hidden")
+        self.down = ExpertWeights(config.num_experts, width, hidden_size, axes=outwards, **made)
         self.dispatch = sort_dispatch
         self._listeners: OrderedDict[int, tuple[int, Listener]] = OrderedDict()
 

@@ -30,6 +30,7 @@ class KeyValueUp(nn.Module):
         self, attention: LatentAttentionConfig, *, device: str, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        self.axes = ("heads", "latent")
         self.width = attention.qk_nope_head_dim + attention.v_head_dim
         shape = (attention.num_attention_heads * self.width, attention.kv_lora_rank)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -56,21 +57,27 @@ class LatentAttention(nn.Module):
         made = {"device": device, "dtype": dtype}
 
         def latent_norm(dim: int) -> RmsNorm:
-            return RmsNorm(dim, NormConfig(eps=attention.latent_norm_eps), **made)
+            eps = attention.latent_norm_eps
+            return RmsNorm(dim, NormConfig(eps=eps), axis="latent", **made)
 
         self.query_path = ("query",)
         """The names of the modules that make queries, in order."""
         if attention.q_lora_rank is None:
-            self.query = Linear(hidden, query_dim, bias=False, **made)
+            self.query = Linear(hidden, query_dim, axes=("heads", "embed"), bias=False, **made)
         else:
             self.query_path = ("query_down", "query_latent_norm", "query_up")
-            self.query_down = Linear(hidden, attention.q_lora_rank, bias=bias, **made)
-            self.query_latent_norm = latent_norm(attention.q_lora_rank)
-            self.query_up = Linear(attention.q_lora_rank, query_dim, bias=False, **made)
-        self.key_value_down = Linear(hidden, sum(self.latent_dims), bias=bias, **made)
+            rank = attention.q_lora_rank
+            self.query_down = Linear(hidden, rank, axes=("latent", "embed"), bias=bias, **made)
+            self.query_latent_norm = latent_norm(rank)
+            self.query_up = Linear(rank, query_dim, axes=("heads", "latent"), bias=False, **made)
+        self.key_value_down = Linear(
+            hidden, sum(self.latent_dims), axes=("latent", "embed"), bias=bias, **made
+        )
         self.key_value_latent_norm = latent_norm(attention.kv_lora_rank)
         self.key_value_up = KeyValueUp(attention, **made)
-        self.output = Linear(heads * attention.v_head_dim, hidden, bias=bias, **made)
+        self.output = Linear(
+            heads * attention.v_head_dim, hidden, axes=("embed", "heads"), bias=bias, **made
+        )
 
     def forward(self, x_TD: Tensor, places: TokenPlaces, attend: Attend) -> Tensor:
         q = x_TD

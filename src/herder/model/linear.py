@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from herder.model.autograd import Function
+from herder.model.axes import Axes
 from herder.model.kernels import FEW_ROWS, Kernels
 
 _onednn_linear = torch.ops.mkldnn._linear_pointwise
@@ -24,6 +25,19 @@ class Linear(nn.Linear):
     In bf16 on a processor without bf16 multiplication the products are taken in fp32: two bf16
     numbers multiply exactly there, and emulating the instruction takes several times as long.
     """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        axes: Axes,
+        bias: bool,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(in_dim, out_dim, bias=bias, device=device, dtype=dtype)
+        self.axes = axes
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, I] to [T, O]."""

@@ -41,9 +41,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation: Gating = config.activation
         made = {"bias": config.bias, "device": device, "dtype": dtype}
-        self.gate = Linear(hidden_size, config.intermediate_size, **made)
-        self.up = Linear(hidden_size, config.intermediate_size, **made)
-        self.down = Linear(config.intermediate_size, hidden_size, **made)
+        width = config.intermediate_size
+        self.gate = Linear(hidden_size, width, axes=("hidden", "embed"), **made)
+        self.up = Linear(hidden_size, width, axes=("hidden", "embed"), **made)
+        self.down = Linear(width, hidden_size, axes=("embed", "hidden"), **made)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TI, up_TI = self.gate(x_TD), self.up(x_TD)

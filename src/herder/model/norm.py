@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from herder.config.architecture import NormConfig
 from herder.model.autograd import Function
+from herder.model.axes import Axis
 from herder.model.kernels import Kernels
 from herder.model.linear import product_dtype
 
@@ -24,8 +25,11 @@ class RmsNorm(nn.Module):
     keep for the backward pass, one tensor instead of a cast copy each.
     """
 
-    def __init__(self, dim: int, config: NormConfig, *, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dim: int, config: NormConfig, *, axis: Axis, device: str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
+        self.axes = (axis,)
         self.eps = config.eps
         self.weight_offset = config.weight_offset
         self.multiply_in_fp32 = config.multiply_in_fp32

@@ -6,7 +6,7 @@ exist at once: with a vocabulary of 128,000 they would outweigh a layer's activa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,15 +29,27 @@ class Head(Linear):
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, device=device, dtype=dtype)
+        made = {"bias": False, "device": device, "dtype": dtype}
+        super().__init__(hidden_size, vocab_size, axes=("vocab", "embed"), **made)
         self.softcap = softcap
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[T, D] to logits_TV."""
-        logits_TV = super().forward(input)
+    def forward(self, input: Tensor, readout: Readout | None = None) -> Any:
+        """[T, D] to logits_TV, or to what `readout` makes of it and the head: called from here, so
+        that whatever shards the head's weight has it whole by then."""
+        if readout is not None:
+            return readout(input, self)
+        return self.logits(input)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """logits_TV, capped."""
+        logits_TV = super().forward(x_TD)
         if self.softcap is None:
             return logits_TV
         return torch.tanh(logits_TV / self.softcap) * self.softcap
+
+
+Readout = Callable[[Tensor, Head], Any]
+"""(x_TD, head) -> what leaves the model."""
 
 
 class LastTokenReadout:
@@ -47,7 +59,7 @@ class LastTokenReadout:
         self.rows_R = rows_R
 
     def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
-        return head(x_TD[self.rows_R])
+        return head.logits(x_TD[self.rows_R])
 
 
 class LogProbReadout:
@@ -61,9 +73,30 @@ class LogProbReadout:
     def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
         parts = []
         for rows in _chunks(x_TD.shape[0], self.chunk_tokens):
-            logprob_CV = head(x_TD[rows]).float().log_softmax(-1)
+            logprob_CV = head.logits(x_TD[rows]).float().log_softmax(-1)
             parts.append(logprob_CV.gather(1, self.targets_T[rows, None])[:, 0])
         return torch.cat(parts)
+
+
+class Vocabulary:
+    """Which entries of the vocabulary the head's weight holds here: all, in one process.
+
+    A subclass that holds a slice of them sums and compares over all slices.
+    """
+
+    first: int = 0
+    """The entry of the weight's first row."""
+
+    def largest(self, x_C1: Tensor) -> Tensor:
+        """The maximum over all slices, in place."""
+        return x_C1
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all slices, in place."""
+        return x
+
+
+WHOLE_VOCABULARY = Vocabulary()
 
 
 class LossReadout:
@@ -73,10 +106,18 @@ class LossReadout:
     formed in the forward pass while its logits exist, so the head's product is never recomputed.
     """
 
-    def __init__(self, targets_T: Tensor, weights_T: Tensor, *, chunk_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        targets_T: Tensor,
+        weights_T: Tensor,
+        *,
+        chunk_tokens: int = 512,
+        vocabulary: Vocabulary = WHOLE_VOCABULARY,
+    ) -> None:
         self.targets_T = targets_T
         self.weights_T = weights_T
         self.chunk_tokens = chunk_tokens
+        self.vocabulary = vocabulary
 
     def __call__(self, x_TD: Tensor, head: Head) -> Tensor:
         dtype = product_dtype(x_TD)
@@ -92,6 +133,7 @@ class LossReadout:
                 self.chunk_tokens,
                 dtype,
                 head.softcap,
+                self.vocabulary,
             )
 
 
@@ -109,6 +151,7 @@ class _ChunkedCrossEntropy(Function):
         chunk_tokens: int,
         dtype: torch.dtype,
         softcap: float | None,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_grad_TD = torch.empty_like(x_TD) if needs_x else None
@@ -118,7 +161,11 @@ class _ChunkedCrossEntropy(Function):
         for rows in _chunks(x_TD.shape[0], chunk_tokens):
             x_CD = x_TD[rows].to(dtype)
             part, logits_grad_CV = _loss_and_gradient(
-                x_CD @ low_weight_VD.t(), targets_T[rows, None], weights_T[rows, None], softcap
+                x_CD @ low_weight_VD.t(),
+                targets_T[rows, None] - vocabulary.first,
+                weights_T[rows, None],
+                softcap,
+                vocabulary,
             )
             loss += part
             if x_grad_TD is not None:
@@ -134,28 +181,35 @@ class _ChunkedCrossEntropy(Function):
         x_grad_TD, weight_grad_VD = ctx.grads
         ctx.grads = None, None
         scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 6
 
 
 def _loss_and_gradient(
-    logits_CV: Tensor, targets_C1: Tensor, weights_C1: Tensor, softcap: float | None
+    logits_CV: Tensor,
+    targets_C1: Tensor,
+    weights_C1: Tensor,
+    softcap: float | None,
+    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
     """The chunk's weighted loss in fp32, and its gradient at the logits in their dtype.
 
-    softmax is formed in place: a second [C, V] tensor would be the step's largest.
+    softmax is formed in place: a second [C, V] tensor would be the step's largest. Targets count
+    from this slice's first entry; those of other slices are outside.
     """
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
     tanh_CV = None
     if softcap is not None:
         tanh_CV = (logits_CV / softcap).tanh_()
         logits_CV = tanh_CV * softcap
-    logits_CV -= logits_CV.amax(-1, keepdim=True)
-    chosen_C1 = logits_CV.gather(1, targets_C1)
+    logits_CV -= vocabulary.largest(logits_CV.amax(-1, keepdim=True))
+    is_here_C1 = (targets_C1 >= 0) & (targets_C1 < logits_CV.shape[1])
+    targets_C1 = targets_C1.where(is_here_C1, 0)
+    chosen_C1 = vocabulary.total(logits_CV.gather(1, targets_C1).where(is_here_C1, 0))
     odds_CV = logits_CV.exp_()
-    total_C1 = odds_CV.sum(-1, keepdim=True)
+    total_C1 = vocabulary.total(odds_CV.sum(-1, keepdim=True))
     loss = ((total_C1.log() - chosen_C1) * weights_C1).sum()
     gradient_CV = odds_CV.mul_(weights_C1 / total_C1)
-    gradient_CV.scatter_add_(1, targets_C1, -weights_C1)
+    gradient_CV.scatter_add_(1, targets_C1, -weights_C1 * is_here_C1)
     if tanh_CV is not None:
         gradient_CV.mul_(tanh_CV.square_().neg_().add_(1))
     return loss, gradient_CV.to(dtype)

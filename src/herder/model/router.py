@@ -31,6 +31,7 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, config: MoeConfig, *, device: str) -> None:
         super().__init__()
         self.config = config
+        self.axes = (None, "embed")
         made = {"device": device, "dtype": torch.float32}
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, **made))
         bias = nn.Parameter(torch.empty(config.num_experts, **made))

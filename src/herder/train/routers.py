@@ -20,6 +20,7 @@ from herder.data.batch import MicroBatch
 from herder.model.decoder import Decoder
 from herder.model.routing import RouterNoise, Routing, load_balancing_loss, z_loss
 from herder.observe.events import RouterStats
+from herder.parallel.apply import Parallel
 
 _DEAD_AFTER_EVENTS = 5
 _DOMINANT_SHARE = 0.9
@@ -75,7 +76,10 @@ class StepRouters:
     micro-batch is not linear in its tokens.
     """
 
-    def __init__(self, moe: MoeConfig, *, num_real_tokens: int) -> None:
+    def __init__(self, moe: MoeConfig, *, num_real_tokens: Tensor, num_copies: int = 1) -> None:
+        """num_real_tokens: of the step, on all ranks. num_copies: ranks that each compute the same
+        terms, and of whose gradients the sum is taken."""
+        self._num_copies = num_copies
         self._moe = moe
         self._num_real_tokens = num_real_tokens
         self._losses = list[Tensor]()
@@ -85,9 +89,8 @@ class StepRouters:
         """What a micro-batch adds to the step's loss. To be called after its forward."""
         records, moe = routing.records, self._moe
         share = num_real_tokens / self._num_real_tokens
-        losses = share * torch.stack(
-            [load_balancing_loss(records, moe.num_experts), z_loss(records)]
-        )
+        losses = torch.stack([load_balancing_loss(records, moe.num_experts), z_loss(records)])
+        losses = losses * share
         self._losses.append(losses.detach())
         told = [records[index] for index in sorted(records)]
         counts = [each.counts_E for each in told if each.counts_E is not None]
@@ -100,18 +103,27 @@ class StepRouters:
             )
         )
         coefficients = (moe.aux_loss_coefficient, moe.z_loss_coefficient)
-        return (losses * losses.new_tensor(coefficients)).sum()
+        return (losses * losses.new_tensor(coefficients)).sum() / self._num_copies
 
     @property
     def losses(self) -> Tensor:
         """[2]: the step's load-balancing loss and z-loss before their coefficients."""
         return torch.stack(self._losses).sum(0)
 
-    @property
-    def totals(self) -> RoutingTotals:
-        """The sums over the step's micro-batches."""
+    def totals_over(self, parallel: Parallel) -> RoutingTotals:
+        """The sums over the step's micro-batches on all ranks: a collective."""
         first, *rest = self._totals
-        return sum(rest, start=first)
+        totals = sum(rest, start=first)
+        counts = torch.cat([totals.counts_LE.double().flatten(), totals.entropy_sum_L.double()])
+        counts_LE, entropy_sum_L = parallel.sum_over_data(counts).split(
+            [totals.counts_LE.numel(), len(totals.layers)]
+        )
+        return RoutingTotals(
+            layers=totals.layers,
+            num_tokens=round(self._num_real_tokens.item()),
+            counts_LE=counts_LE.view_as(totals.counts_LE).long(),
+            entropy_sum_L=entropy_sum_L.to(totals.entropy_sum_L.dtype),
+        )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ or who listens. The loss of held-out text goes through the same forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from herder.data.batch import MicroBatch
 from herder.model.attend import PackedAttend
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
 from herder.model.routing import RouterNoise, Routing
+from herder.parallel.apply import ONE_PROCESS, Parallel
+from herder.parallel.shards import held_tensor
 from herder.train.routers import (
     RoutingTotals,
     StepRouters,
@@ -63,6 +65,7 @@ class StepSettings:
     """bf16: fp32 parameters, products in bf16 under autocast."""
     loss_chunk_tokens: int
     clip_norm: float
+    parallel: Parallel = ONE_PROCESS
 
 
 def train_step(
@@ -73,46 +76,51 @@ def train_step(
     *,
     noise: RouterNoise | None = None,
 ) -> StepResult:
-    """Accumulate gradients over the micro-batches, clip, and update once.
+    """Accumulate gradients over this rank's micro-batches, clip, and update once.
 
-    Every micro-batch's summed loss is divided by the weight of all of them, so that a token counts
-    the same wherever it was packed; routers add terms of their own. One transfer from the device:
-    losses and norm together, which must be seen before the update. Raises NonFiniteError instead of
-    updating.
+    Every micro-batch's summed loss is divided by the weight of all of them on all ranks, so that a
+    token counts the same wherever it was packed; routers add terms of their own. One transfer from
+    the device: losses and norm together, which must be seen before the update, and which all ranks
+    see alike. Raises NonFiniteError instead of updating.
     """
     optimizer.zero_grad(set_to_none=True)
-    weight = sum(batch.num_loss_tokens for batch in micro_batches)
-    assert weight > 0, f"{len(micro_batches)} micro-batches without a single target"
-    num_real_tokens = sum(batch.num_real_tokens for batch in micro_batches)
+    parallel, parameters = settings.parallel, list(decoder.parameters())
+    weight, num_real_tokens = _step_tokens(micro_batches, settings)
     moe = decoder.config.moe if routed_layers(decoder.config) else None
-    routers = None if moe is None else StepRouters(moe, num_real_tokens=num_real_tokens)
+    routers = None
+    if moe is not None:
+        routers = StepRouters(moe, num_real_tokens=num_real_tokens, num_copies=parallel.num_copies)
     losses = []
-    for host_batch in micro_batches:
+    for number, host_batch in enumerate(micro_batches, 1):
         batch = host_batch.to(settings.device)
         routing = routing_of(decoder.config, batch, noise)
+        parallel.sync.expect_last(is_last=number == len(micro_batches))
         loss = summed_loss(decoder, batch, settings, routing) / weight
         losses.append(loss.detach())
         if routers is not None and routing is not None:
             loss = loss + routers.add(routing, num_real_tokens=host_batch.num_real_tokens)
         loss.backward()
-    norm = get_total_norm(_gradients(decoder))
-    numbers = torch.stack([torch.stack(losses).sum(), norm])
+    parallel.sync.finish()
+    numbers = torch.stack([torch.stack(losses).sum() / parallel.num_copies])
     if routers is not None:
-        numbers = torch.cat([numbers, routers.losses])
-    loss_value, norm_value, *routing_values = numbers.tolist()
+        numbers = torch.cat([numbers, routers.losses / parallel.num_copies])
+    squared_norm = parallel.squared_norm(parameters)[None]
+    told = parallel.sum_over_all(torch.cat([numbers, squared_norm]).double())
+    weight_value, loss_value, *routing_values, square = [weight.item(), *told.tolist()]
+    norm_value = math.sqrt(square)
     aux_loss, z_loss = routing_values or (None, None)
     result = StepResult(
         loss=loss_value,
         gradient_norm=norm_value,
-        weight=weight,
+        weight=weight_value,
         aux_loss=aux_loss,
         z_loss=z_loss,
-        routing=None if routers is None else routers.totals,
+        routing=None if routers is None else routers.totals_over(parallel),
     )
     if not (_is_finite(loss_value) and _is_finite(norm_value)):
         raise NonFiniteError(result)
     if norm_value > settings.clip_norm:
-        clip_grads_with_norm_(decoder.parameters(), settings.clip_norm, norm)
+        _scale_gradients(parameters, settings.clip_norm / norm_value)
     optimizer.step()
     if result.routing is not None:
         update_correction_biases(decoder, result.routing)
@@ -126,7 +134,12 @@ def summed_loss(
 
     The batch is on the device already.
     """
-    readout = LossReadout(batch.targets_T, batch.weights_T, chunk_tokens=settings.loss_chunk_tokens)
+    readout = LossReadout(
+        batch.targets_T,
+        batch.weights_T,
+        chunk_tokens=settings.loss_chunk_tokens,
+        vocabulary=settings.parallel.vocabulary,
+    )
     attend = PackedAttend(batch.document_lengths, device=settings.device.type, routing=routing)
     with _autocast(settings):
         return decoder(
@@ -156,13 +169,25 @@ def held_out_loss(
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[object]:
-    if settings.precision == "fp32":
+    if settings.precision == "fp32" or not settings.parallel.is_autocast:
         return nullcontext()
     return torch.autocast(settings.device.type, dtype=torch.bfloat16)
 
 
-def _gradients(decoder: nn.Module) -> list[Tensor]:
-    return [p.grad for p in decoder.parameters() if p.grad is not None]
+def _step_tokens(
+    micro_batches: Sequence[MicroBatch], settings: StepSettings
+) -> tuple[Tensor, Tensor]:
+    """(weight, real tokens) of the step on all ranks, fp64 on the device: not waited for."""
+    weight = sum(batch.num_loss_tokens for batch in micro_batches)
+    assert weight > 0, f"{len(micro_batches)} micro-batches without a single target"
+    num_real_tokens = sum(batch.num_real_tokens for batch in micro_batches)
+    counts = torch.tensor([weight, num_real_tokens], dtype=torch.float64, device=settings.device)
+    return tuple(settings.parallel.sum_over_data(counts).unbind())
+
+
+def _scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    held = [held_tensor(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(held, factor)
 
 
 def _is_finite(value: float) -> bool:

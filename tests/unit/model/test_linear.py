@@ -25,7 +25,7 @@ def test_a_wide_product_and_its_gradients_are_within_a_rounding_of_exact_ones(we
 
 
 def test_a_linear_layer_in_bf16_gives_bf16_whatever_the_processor():
-    layer = Linear(64, 48)
+    layer = Linear(64, 48, axes=("heads", "embed"), bias=True, device="cpu", dtype=torch.float32)
     x_TI = torch.randn(20, 64)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x_TI)

@@ -11,7 +11,9 @@ from herder.model.norm import RmsNorm, rms
 
 
 def norm(**fields) -> RmsNorm:
-    layer = RmsNorm(8, NormConfig(eps=1e-3, **fields), device="cpu", dtype=torch.float64)
+    layer = RmsNorm(
+        8, NormConfig(eps=1e-3, **fields), axis="embed", device="cpu", dtype=torch.float64
+    )
     with torch.no_grad():
         layer.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
     return layer

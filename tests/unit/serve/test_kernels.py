@@ -49,7 +49,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 3, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_few_rows_and_of_many(both, dtype, rows, has_bias):
-    layer = Linear(70, 37, bias=has_bias, dtype=dtype)
+    layer = Linear(70, 37, axes=("heads", "embed"), bias=has_bias, device="cpu", dtype=dtype)
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
     both(lambda: layer(numbers(rows, 70, dtype=dtype)))
 
@@ -66,7 +66,7 @@ def test_products_of_few_rows_and_of_many(both, dtype, rows, has_bias):
     ids=str,
 )
 def test_norms_of_rows_and_of_heads(both, dtype, fields):
-    layer = RmsNorm(70, NormConfig(eps=1e-3, **fields), device="cpu", dtype=dtype)
+    layer = RmsNorm(70, NormConfig(eps=1e-3, **fields), axis="embed", device="cpu", dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(numbers(70, dtype=dtype, seed=1))
     both(lambda: layer(numbers(5, 70, dtype=dtype)))

@@ -1,0 +1,174 @@
+"""One function that turns the single-process model into any layout, without touching a forward.
+
+Owns the order in which things are wrapped, and what of a layout a training step must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from herder.model.build import materialize, tie
+from herder.model.decoder import Decoder
+from herder.model.readout import WHOLE_VOCABULARY, Vocabulary
+from herder.parallel.compile import apply_compile
+from herder.parallel.recompute import apply_recompute
+from herder.parallel.replicas import GradientSync
+from herder.parallel.rules import leaf_axes
+from herder.parallel.sharded import ShardedState, apply_sharding
+from herder.parallel.shards import held_tensor
+from herder.parallel.tensor import SplitVocabulary, apply_tensor_parallel
+from herder.plan.training import TrainingPlan
+
+
+class Sync(Protocol):
+    """When gradients are summed over the ranks that share a step's micro-batches."""
+
+    def expect_last(self, *, is_last: bool) -> None:
+        """Say whether the backward that comes next is the step's last."""
+
+    def finish(self) -> None:
+        """Return when all sums are there. To be called after the last backward."""
+
+
+class NoSync:
+    """One process: nothing to sum."""
+
+    def expect_last(self, *, is_last: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What a training step must know of the layout it runs in."""
+
+    mesh: DeviceMesh | None = None
+    sync: Sync = field(default_factory=NoSync)
+    vocabulary: Vocabulary = WHOLE_VOCABULARY
+    is_autocast: bool = True
+    """Whether products in bf16 are autocast's work; else parameters are gathered in bf16."""
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which share of a step's micro-batches is this rank's."""
+        return self._place(("dp", "fsdp"))
+
+    @property
+    def num_copies(self) -> int:
+        """Tensor-parallel ranks, which compute the same loss of the same tokens."""
+        return 1 if self.mesh is None else self.mesh["tp"].size()
+
+    def sum_over_data(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that have other micro-batches of the same step."""
+        for axis in ("dp", "fsdp"):
+            self._sum(x, axis)
+        return x
+
+    def sum_over_all(self, x: Tensor) -> Tensor:
+        """The sum over every rank; what ranks have in common they must divide first."""
+        if self.mesh is not None:
+            dist.all_reduce(x)
+        return x
+
+    def squared_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """This rank's share of the gradient's squared norm, in fp32: the sum over all ranks is the
+        whole, since what several hold is divided by their number."""
+        sums: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                held = held_tensor(parameter.grad)
+                sums.setdefault(self._num_holders(parameter), []).append(held)
+        device = parameters[0].device
+        total = torch.zeros((), device=device)
+        for num_holders, gradients in sums.items():
+            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+            total += norms.square().sum() / num_holders
+        return total
+
+    def _num_holders(self, parameter: nn.Parameter) -> int:
+        """How many ranks hold the same part of a parameter."""
+        if self.mesh is None:
+            return 1
+        count = self.mesh.size() // self.mesh["pp"].size()
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            for placement, size in sizes:
+                count //= 1 if placement.is_replicate() else size
+        return count
+
+    def _sum(self, x: Tensor, axis: str) -> None:
+        if self.mesh is not None and self.mesh[axis].size() > 1:
+            dist.all_reduce(x, group=self.mesh[axis].get_group())
+
+    def _place(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        index, count = 0, 1
+        if self.mesh is not None:
+            for part in (self.mesh[axis] for axis in axes):
+                index, count = index * part.size() + part.get_local_rank(), count * part.size()
+        return index, count
+
+
+ONE_PROCESS = Parallel()
+
+
+def apply(
+    decoder: Decoder,
+    plan: TrainingPlan,
+    mesh: DeviceMesh | None,
+    *,
+    device: torch.device,
+    compiled: bool = False,
+) -> Parallel:
+    """Wrap a decoder built on meta as its plan says, and give it memory, uninitialized, on `device`
+    (which may be meta): of each parameter only what this rank holds.
+
+    mesh: of `build_mesh`; None for one process. The order: tensor parallelism replaces parameters
+    that sharding then splits further; recompute comes before compile, whose graphs then hold it;
+    sharding is outside the compiled layers; what watches gradients wants parameters that stay.
+    """
+    layout, precision = plan.layout, plan.precision
+    vocabulary = WHOLE_VOCABULARY
+    if mesh is not None and layout.tensor_parallel_size > 1:
+        apply_tensor_parallel(decoder, mesh["tp"])
+        vocabulary = SplitVocabulary(decoder.config.vocab_size, mesh["tp"])
+        tie(decoder)
+    apply_recompute(decoder.layers, plan.recompute)
+    if compiled:
+        apply_compile(decoder.layers, device_type=device.type)
+    if mesh is not None and layout.zero_stage > 0:
+        shards = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
+        apply_sharding(
+            decoder,
+            shards,
+            zero_stage=layout.zero_stage,
+            compute=precision.compute,
+            reduce=precision.gradients,
+        )
+    if device.type != "meta":
+        materialize(decoder, device=device)
+    if mesh is None:
+        return ONE_PROCESS
+    if layout.zero_stage > 0:
+        sync: Sync = ShardedState(decoder, layout.zero_stage)
+    else:
+        sync = GradientSync(decoder.parameters(), mesh)
+    _check_all_split(decoder, mesh)
+    return Parallel(mesh, sync, vocabulary, is_autocast=layout.zero_stage == 0)
+
+
+def _check_all_split(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Under tensor parallelism a plain parameter would have a wrong gradient and no error."""
+    if mesh["tp"].size() > 1:
+        modules = (module for module in decoder.modules() if leaf_axes(module))
+        plain = [
+            p for m in modules for p in m.parameters(recurse=False) if not isinstance(p, DTensor)
+        ]
+        assert not plain, f"{len(plain)} parameters are not placed on the tensor-parallel axis"

@@ -1,0 +1,70 @@
+"""Collectives with gradients, on rows: what crosses ranks within one forward and backward.
+
+Every rank's gradient of a gathered tensor is a part of the sum, which is why gathering and
+scattering are each other's backward. Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
+
+Written on the functional operators, so that the compiler sees them. Legend: T rows, S ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from herder.model.autograd import Function
+
+_ops = torch.ops._c10d_functional
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[S * T, ...] of every rank's [T, ...], in order of ranks; gradients are summed."""
+    return _GatherRows.apply(x, group.size(), group.group_name)
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [T / S, ...] of the sum of all ranks' [T, ...]; gradients are gathered.
+
+    T must be a multiple of S: gloo would end the process.
+    """
+    size = group.size()
+    assert x.shape[0] % size == 0, f"{x.shape[0]} rows cannot be split over {size} ranks"
+    return _ScatterSum.apply(x, size, group.group_name)
+
+
+def gather_dims(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, S * D] of every rank's [T, D]; gradients are summed."""
+    rows = gather_rows(x[None], group)
+    return rows.movedim(0, 1).flatten(1)
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
+        ctx.group = size, name
+        return _gathered(x, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(grad, *ctx.group), None, None
+
+
+class _ScatterSum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
+        ctx.group = size, name
+        return _scattered(x, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, *ctx.group), None, None
+
+
+def _gathered(x: Tensor, size: int, name: str) -> Tensor:
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name))
+
+
+def _scattered(x: Tensor, size: int, name: str) -> Tensor:
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name))

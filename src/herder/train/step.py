@@ -182,7 +182,8 @@ def _step_tokens(
     assert weight > 0, f"{len(micro_batches)} micro-batches without a single target"
     num_real_tokens = sum(batch.num_real_tokens for batch in micro_batches)
     counts = torch.tensor([weight, num_real_tokens], dtype=torch.float64, device=settings.device)
-    return tuple(settings.parallel.sum_over_data(counts).unbind())
+    weight_sum, real_sum = settings.parallel.sum_over_data(counts)
+    return weight_sum, real_sum
 
 
 def _scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:

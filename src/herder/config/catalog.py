@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from herder.config.machine import cpu_share
 from herder.config.run import ClusterConfig, GpuConfig
 from herder.errors import ConfigError, ModelError, close_match
 
@@ -59,7 +60,10 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu(name: str) -> GpuConfig:
-    """A device's published figures. Raises ConfigError with a close match when it is unknown."""
+    """A device's published figures; of `cpu`, those of a machine with two cores.
+
+    Raises ConfigError with a close match when it is unknown.
+    """
     entry = _gpu_entries().get(name.lower())
     if entry is None:
         raise ConfigError(f"gpu {name!r} is not in the catalog. {near_gpu(name)}")
@@ -73,5 +77,11 @@ def near_gpu(name: str) -> str:
 
 
 def cluster_gpu(cluster: ClusterConfig) -> GpuConfig:
-    """The cluster's device: its own figures, or those of the catalog name it gives."""
-    return gpu(cluster.gpu) if isinstance(cluster.gpu, str) else cluster.gpu
+    """The cluster's device: its own figures, or those of the catalog name it gives.
+
+    By the name `cpu`, a node is a machine like this one, and its ranks share it evenly.
+    """
+    if not isinstance(cluster.gpu, str):
+        return cluster.gpu
+    device = gpu(cluster.gpu)
+    return cpu_share(cluster.gpus_per_node) if device.kind == "cpu" else device

@@ -52,7 +52,7 @@ class GpuConfig(Record):
 
     name: str
     kind: Literal["gpu", "cpu"] = "gpu"
-    """cpu: one process that uses all cores; its memory is the machine's."""
+    """cpu: a process with its share of a machine's cores and memory."""
     memory_gb: PositiveFloat
     """Nominal memory, 1e9 bytes, as it is sold: an "80 GB" device is 80e9. Plans use it."""
     physical_memory_gib: PositiveFloat | None = None
@@ -78,7 +78,8 @@ class ClusterConfig(Record):
     gpu: Annotated[Annotated[str, WORD] | Annotated[GpuConfig, RECORD], WORD_OR_RECORD] = (
         "h100-80gb"
     )
-    """A catalog name, or the device's own numbers."""
+    """A catalog name, or the device's own numbers. cpu: a node is a machine like this one, whose
+    cores and memory its gpus_per_node ranks share."""
     inter_node_bandwidth_gb_per_second: PositiveFloat = 50.0
     """Per GPU, one direction: 50 is one 400 Gb/s port a GPU."""
     intra_node_latency_microseconds: PositiveFloat = 5.0
@@ -168,6 +169,8 @@ class TrainConfig(Record):
     """Whether blocks are compiled with torch.compile."""
     loss_chunk_tokens: PositiveInt = 512
     """Logits exist for this many tokens at once."""
+    collective_timeout_seconds: PositiveFloat = 600.0
+    """How long ranks wait for one that does not come before the run fails."""
 
 
 class CheckpointConfig(Record):

@@ -5,14 +5,8 @@ import os
 import pytest
 
 from herder.config.catalog import cluster_gpu, gpu
-from herder.config.detect import (
-    choose_cluster,
-    cpu_device,
-    detect_cluster,
-    parse_nvidia_smi,
-    usable_cores,
-    usable_memory_bytes,
-)
+from herder.config.detect import choose_cluster, detect_cluster, parse_nvidia_smi
+from herder.config.machine import cpu_device, cpu_share, usable_cores, usable_memory_bytes
 from herder.config.run import ClusterConfig
 from herder.errors import ConfigError
 
@@ -81,6 +75,22 @@ def test_this_machine_is_one_node_with_what_it_has() -> None:
         assert found.gpus_per_node == 1
         assert device.memory_gb * 1e9 == pytest.approx(usable_memory_bytes())
         assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_ranks_of_a_cpu_share_its_cores_and_memory() -> None:
+    whole, quarter = cpu_share(1), cpu_share(4)
+    assert quarter.memory_gb == pytest.approx(whole.memory_gb / 4)
+    assert quarter.bf16_tflops == pytest.approx(whole.bf16_tflops / 4)
+    assert quarter.memory_bandwidth_gb_per_second == pytest.approx(
+        whole.memory_bandwidth_gb_per_second / 4
+    )
+    assert cluster_gpu(ClusterConfig(nodes=2, gpus_per_node=4, gpu="cpu")) == quarter
+    assert cluster_gpu(choose_cluster(None, gpus_per_node=4, gpu_name="cpu")) == quarter
+    own = ClusterConfig(gpus_per_node=4, gpu=gpu("cpu"))
+    assert cluster_gpu(own) == gpu("cpu"), "figures of one's own are of each device"
+    recipe = ClusterConfig(nodes=1, gpus_per_node=2, gpu="cpu")
+    assert choose_cluster(recipe, gpus_per_node=4).gpus_per_node == 4
+    assert cluster_gpu(choose_cluster(recipe, nodes=2)) == cpu_share(2)
 
 
 def test_flags_are_laid_over_a_recipes_cluster() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
+from herder.config.catalog import gpu
 from herder.config.run import ClusterConfig
 from herder.errors import PlanError
 from herder.plan.parameters import parameter_count
@@ -223,7 +224,7 @@ def test_an_illegal_degree_is_refused(
         ("llama-3.1-405b", ClusterConfig(nodes=1, gpus_per_node=8, gpu="a100-80gb")),
         ("llama-3.1-405b", ClusterConfig(nodes=1, gpus_per_node=2, gpu="rtx4090")),
         ("deepseek-v3", ClusterConfig(nodes=1, gpus_per_node=8)),
-        ("qwen3-8b", ClusterConfig(nodes=1, gpus_per_node=1, gpu="cpu")),
+        ("qwen3-8b", ClusterConfig(nodes=1, gpus_per_node=1, gpu=gpu("cpu"))),
     ],
 )
 def test_when_nothing_fits_the_cluster_that_is_named_would_do(
@@ -233,7 +234,8 @@ def test_when_nothing_fits_the_cluster_that_is_named_would_do(
         plan_serving(published(name), on, model=name)
     told = re.search(r"--nodes (\d+) --gpus-per-node (\d+) --gpu (\S+)\.$", str(refused.value))
     assert told, str(refused.value)
-    larger = ClusterConfig(nodes=int(told[1]), gpus_per_node=int(told[2]), gpu=told[3])
+    device = on.gpu if told[3] == "cpu" else told[3]
+    larger = ClusterConfig(nodes=int(told[1]), gpus_per_node=int(told[2]), gpu=device)
     plan = plan_serving(published(name), larger, model=name)
     assert plan.max_concurrent_sequences >= 1
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from herder.config.architecture import ArchitectureConfig
+from herder.config.catalog import gpu
 from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
 from herder.errors import PlanError
 from herder.plan.layout import MAX_DATA_PARALLEL_RANKS
@@ -15,11 +16,12 @@ from herder.plan.training import Objective, TrainingPlan, plan_model_training, p
 Published = Callable[[str], ArchitectureConfig]
 
 NODE = ClusterConfig(nodes=1, gpus_per_node=8, gpu="h100-80gb")
-CPU = ClusterConfig(nodes=1, gpus_per_node=1, gpu="cpu")
+CPU = ClusterConfig(nodes=1, gpus_per_node=1, gpu=gpu("cpu"))
 
 
-def cluster(nodes: int, gpus_per_node: int = 8, gpu: str = "h100-80gb") -> ClusterConfig:
-    return ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+def cluster(nodes: int, gpus_per_node: int = 8, device: str = "h100-80gb") -> ClusterConfig:
+    known = CPU.gpu if device == "cpu" else device
+    return ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, gpu=known)
 
 
 def test_llama_2_7b_needs_no_more_than_zero_1_on_one_node(published: Published) -> None:
@@ -56,8 +58,8 @@ def test_zero_3_alone_fits_the_405b_model_and_is_refused_for_communication(
     [
         ("llama-3-8b", NODE),
         ("llama-3-70b", cluster(8)),
-        ("qwen2.5-72b", cluster(16, gpu="a100-80gb")),
-        ("llama-3.1-405b", cluster(32, gpu="gb200")),
+        ("qwen2.5-72b", cluster(16, device="a100-80gb")),
+        ("llama-3.1-405b", cluster(32, device="gb200")),
         ("qwen3-30b-a3b", cluster(2)),
         ("deepseek-v3", cluster(32)),
         ("smollm2-135m", cluster(1, 2, "rtx4090")),

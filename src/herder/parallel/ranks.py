@@ -26,6 +26,8 @@ from herder.parallel.mesh import Rank, joined
 
 _HOST = "127.0.0.1"
 _GRACE_SECONDS = 5.0
+_PRELOADED = ["herder.parallel.apply", "herder.parallel.ranks"]
+"""Named, not imported: the compiler and FSDP would take each rank seconds to import."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def run_on_ranks(
     the first rank that failed and its traceback; no process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["herder.parallel.ranks"])
+    context.set_forkserver_preload(_PRELOADED)
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     job = _Job(function, arguments, num_ranks, num_threads, store.port, timeout_seconds)
     processes, pipes = list[BaseProcess](), list[Connection]()

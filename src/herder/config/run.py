@@ -93,6 +93,9 @@ class ClusterConfig(Record):
         return self.nodes * self.gpus_per_node
 
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+
+
 class LayoutConfig(Record):
     """Degrees given by hand; what is absent is 1. `layout: auto` lets the planner choose."""
 
@@ -100,7 +103,13 @@ class LayoutConfig(Record):
     pipeline_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
     expert_parallel_size: PositiveInt = 1
+    data_parallel_replicas: PositiveInt = 1
+    """Copies of the state that ZeRO shares out: each group of data-parallel ranks / copies holds
+    one, so that only gradients cross between groups (HSDP)."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
+    pipeline_schedule: Literal["auto"] | PipelineSchedule = "auto"
+    """auto: 1f1b, or gpipe with fewer micro-batches than stages. interleaved_1f1b and zero_bubble
+    give each rank two stages: less waiting, more transfers. One stage has no schedule."""
 
 
 class DataConfig(Record):
@@ -158,7 +167,11 @@ class TrainConfig(Record):
     global_batch_tokens: PositiveInt | None = None
     """Tokens an optimizer step over all ranks. Absent: one micro-batch a data-parallel rank."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """bf16: fp32 parameters under autocast."""
+    """Of what is computed. Parameters are kept in fp32 in either: products are in bf16 by autocast
+    where ranks hold whole parameters, and by gathering them in bf16 where ZeRO shards them."""
+    gradient_dtype: Literal["fp32", "bf16"] | None = None
+    """In which sharded state (ZeRO 1 to 3) sums gradients over micro-batches and ranks; fp32 takes
+    2 bytes a parameter more under ZeRO-1. Absent: precision. Whole state always sums in fp32."""
     seed: NonNegativeInt = 0
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

@@ -35,27 +35,34 @@ class Layout(Record):
     data_parallel_size: PositiveInt
     context_parallel_size: PositiveInt
     expert_parallel_size: PositiveInt
+    data_parallel_replicas: PositiveInt = 1
+    """Copies of the state that ZeRO shares out, data_parallel_size / copies ranks holding each."""
     zero_stage: ZeroStage
     """What the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too.
     Source: ZeRO, arXiv:1910.02054, section 5."""
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_shards
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_data_ranks
 
     @property
-    def num_shards(self) -> int:
+    def num_data_ranks(self) -> int:
         """Ranks that hold the same parameters before ZeRO: data times context parallelism."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO shares one copy of the state out to."""
+        return self.num_data_ranks // self.data_parallel_replicas
+
+    @property
     def mesh_axes(self) -> dict[str, int]:
         """Axis sizes from the slowest links to the fastest. dp replicates, fsdp shards."""
-        sharded = self.zero_stage > 0
+        copies = self.data_parallel_replicas if self.zero_stage > 0 else self.data_parallel_size
         return {
             "pp": self.pipeline_parallel_size,
-            "dp": 1 if sharded else self.data_parallel_size,
-            "fsdp": self.data_parallel_size if sharded else 1,
+            "dp": copies,
+            "fsdp": self.data_parallel_size // copies,
             "cp": self.context_parallel_size,
             "ep": self.expert_parallel_size,
             "tp": self.tensor_parallel_size,
@@ -73,7 +80,9 @@ class Layout(Record):
             "DP": self.data_parallel_size,
         }
         words = [f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1]
-        return ", ".join([*words, f"ZeRO-{self.zero_stage}"])
+        copies = self.data_parallel_replicas
+        told = f" in {copies:,} copies" if copies > 1 else ""
+        return ", ".join([*words, f"ZeRO-{self.zero_stage}{told}"])
 
 
 def fast_domain_size(cluster: ClusterConfig) -> int:
@@ -117,10 +126,10 @@ def legal_tensor_degrees(
     )
 
 
-def legal_expert_degrees(architecture: ArchitectureConfig, num_shards: int) -> tuple[int, ...]:
-    """Ascending degrees that divide the experts and the data-parallel ranks; (1,) when dense."""
+def legal_expert_degrees(architecture: ArchitectureConfig, num_ranks: int) -> tuple[int, ...]:
+    """Ascending degrees that divide the experts and the ranks of a copy; (1,) when dense."""
     experts = architecture.moe.num_experts if architecture.moe else 1
-    return tuple(degree for degree in divisors(num_shards) if experts % degree == 0)
+    return tuple(degree for degree in divisors(num_ranks) if experts % degree == 0)
 
 
 MAX_CLUSTERS_TRIED = 400

@@ -66,7 +66,7 @@ def all_layouts(request: Request) -> Iterator[Layout]:
         for pp in divisors(request.cluster.num_gpus // tp):
             for cp in _context_degrees(request):
                 for layout in _layouts(request, tp, pp, cp, zero_stages=(0, 1, 2, 3)):
-                    if layout.num_shards <= MAX_DATA_PARALLEL_RANKS:
+                    if layout.num_data_ranks <= MAX_DATA_PARALLEL_RANKS:
                         yield layout
 
 
@@ -88,7 +88,9 @@ def _layouts(
                 yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
 
 
-def make_layout(*, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage) -> Layout:
+def make_layout(
+    *, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage, copies: int = 1
+) -> Layout:
     """A Layout from short names."""
     return Layout(
         tensor_parallel_size=tp,
@@ -96,6 +98,7 @@ def make_layout(*, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: Zero
         data_parallel_size=dp,
         context_parallel_size=cp,
         expert_parallel_size=ep,
+        data_parallel_replicas=copies,
         zero_stage=zero_stage,
     )
 
@@ -169,10 +172,10 @@ def _judge(request: Request, layout: Layout, *, is_capped: bool) -> Candidate | 
         reason = "the tokens of a micro-batch are no multiple of TP and twice CP"
         if least is not None:
             reason = f"needs {least.total:,.1f} GB a device, {least.budget:,.1f} GB may be filled"
-    elif is_capped and layout.num_shards > MAX_DATA_PARALLEL_RANKS:
+    elif is_capped and layout.num_data_ranks > MAX_DATA_PARALLEL_RANKS:
         reason = (
             f"fits memory ({training_memory(candidate).total:,.1f} GB), but communicates over "
-            f"{layout.num_shards:,} data-parallel ranks; the cap is {MAX_DATA_PARALLEL_RANKS}"
+            f"{layout.num_data_ranks:,} data-parallel ranks; the cap is {MAX_DATA_PARALLEL_RANKS}"
         )
     else:
         return candidate
@@ -297,7 +300,9 @@ def _given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
             f"{tp} x {pp} x {cp} = {tp * pp * cp} does not divide the cluster's "
             f"{cluster.num_gpus} devices ({cluster.nodes} x {cluster.gpus_per_node})."
         )
-    legal_experts = legal_expert_degrees(architecture, dp)
+    copies = given.data_parallel_replicas
+    _check_copies(given, dp)
+    legal_experts = legal_expert_degrees(architecture, dp // copies)
     if ep not in legal_experts:
         raise PlanError(
             f"layout: expert_parallel_size={ep} must divide the experts of {model} and its {dp} "
@@ -306,4 +311,25 @@ def _given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
     stages: tuple[ZeroStage, ...] = (1, 2, 3) if dp * cp > 1 else (0,)
     if given.zero_stage is not None:
         stages = (given.zero_stage,)
-    return [make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage) for stage in stages]
+    degrees = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "copies": copies}
+    return [make_layout(**degrees, zero_stage=stage) for stage in stages]
+
+
+def _check_copies(given: LayoutConfig, dp: int) -> None:
+    """Refuse copies that the data-parallel ranks cannot be divided into, or that share nothing."""
+    copies = given.data_parallel_replicas
+    if copies == 1:
+        return
+    where = f"layout: data_parallel_replicas={copies}"
+    if given.zero_stage == 0:
+        raise PlanError(
+            f"{where} goes with ZeRO 1 to 3: zero_stage=0 keeps a copy on every one of the {dp} "
+            "data-parallel ranks. Leave data_parallel_replicas out, or set zero_stage: 1 or more."
+        )
+    legal = [number for number in divisors(dp) if number < dp]
+    if copies not in legal:
+        options = ", ".join(map(str, legal)) or "1"
+        raise PlanError(
+            f"{where} must divide the {dp} data-parallel ranks into groups of two or more. "
+            f"Legal here: {options}."
+        )

@@ -312,6 +312,10 @@ class _Stage:
             return everyone.seconds(parameters.dense * width, blocks) + experts
 
         reduce, gather = seconds(widths.gradient), seconds(widths.parameter)
+        copies = self.group(
+            layout.data_parallel_replicas, layout.num_shards * layout.tensor_parallel_size
+        )
+        reduce += 2 * copies.seconds(shared_out(parameters, layout) * widths.gradient, blocks)
         sharded = layout.zero_stage == 3
         rounds = self.candidate.num_micro_batches if sharded else 1
         communication = rounds * (reduce + (2 * gather if sharded else gather))

@@ -19,8 +19,8 @@ from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.metadata import META, read_meta
 from herder.checkpoint.stored import have_same_bytes, stored_tensors
 from herder.config.architecture import ArchitectureConfig
-from herder.config.catalog import catalog_name, model_config_json, model_names
-from herder.errors import CheckpointError, ModelError, WeightsError, close_match
+from herder.config.catalog import catalog_name, model_config_json, near_model
+from herder.errors import CheckpointError, ModelError, WeightsError
 from herder.families.registry import architecture_from_hf, family_named, family_of
 
 CONFIG = "config.json"
@@ -94,7 +94,7 @@ def resolve_model(
         return _from_folder(hub.fetch(reference, needs_weights=needs_weights), called)
     raise ModelError(
         f"model {reference!r} is no catalog name, folder, .gguf file or hub id. "
-        f"{close_match(reference.lower(), model_names())}"
+        f"{near_model(reference)}"
     )
 
 

@@ -17,18 +17,27 @@ from herder.errors import ConfigError, ModelError, close_match
 
 _FOLDER = Path(__file__).parent
 PUBLISHED = _FOLDER / "published"
+DEBUG = _FOLDER / "debug"
+"""Tiny models, one for each way in which models differ; nobody's weights."""
 
 
 def model_names() -> tuple[str, ...]:
-    """The catalog's models, sorted: the last part of the hub id in lower case."""
+    """The catalog's published models, sorted: the last part of the hub id in lower case."""
     return tuple(sorted(path.stem for path in PUBLISHED.glob("*.json")))
 
 
+def debug_model_names() -> tuple[str, ...]:
+    """The catalog's own tiny models, sorted."""
+    return tuple(sorted(path.stem for path in DEBUG.glob("*.json")))
+
+
 def catalog_name(reference: str) -> str | None:
-    """The catalog model that a name means: one that is called so, or the one that goes on from it
-    (mixtral-8x7b: mixtral-8x7b-v0.1). None where several do, unless all go on from one of them.
+    """The catalog model that a name means: one that is called so, or the published one that goes on
+    from it (mixtral-8x7b: mixtral-8x7b-v0.1). None where several do, unless all go on from one.
     """
     name, known = reference.lower(), model_names()
+    if name in debug_model_names():
+        return name
     longer = [each for each in known if f"{each}-".startswith(f"{name}-")]
     shortest = min(longer, key=len, default=None)
     goes_on = [each for each in longer if f"{each}-".startswith(f"{shortest}-")]
@@ -36,16 +45,20 @@ def catalog_name(reference: str) -> str | None:
 
 
 def model_config_json(name: str) -> dict[str, Any]:
-    """The published config.json of a catalog model; a fresh dict on each call.
+    """The config.json of a catalog model; a fresh dict on each call.
 
     Raises ModelError with a close match when the name is unknown.
     """
-    path = PUBLISHED / f"{name.lower()}.json"
-    if path.parent != PUBLISHED or not path.is_file():
-        raise ModelError(
-            f"model {name!r} is not in the catalog. {close_match(name.lower(), model_names())}"
-        )
+    folder = DEBUG if name.lower() in debug_model_names() else PUBLISHED
+    path = folder / f"{name.lower()}.json"
+    if path.parent != folder or not path.is_file():
+        raise ModelError(f"model {name!r} is not in the catalog. {near_model(name)}")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def near_model(name: str) -> str:
+    """A sentence that suggests a catalog model."""
+    return close_match(name.lower(), (*model_names(), *debug_model_names()))
 
 
 @cache

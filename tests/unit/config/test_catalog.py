@@ -6,6 +6,7 @@ from herder.config.catalog import (
     PUBLISHED,
     catalog_name,
     cluster_gpu,
+    debug_model_names,
     gpu,
     gpu_names,
     model_config_json,
@@ -67,6 +68,8 @@ def test_an_unknown_model_gets_a_near_one() -> None:
         ("mistral-7b", None),
         ("llama-3", None),
         ("qwen3-3", None),
+        ("Llama-Debug", "llama-debug"),
+        ("llama4", None),
         ("", None),
     ],
 )
@@ -87,6 +90,14 @@ def test_every_model_is_a_config_with_a_source() -> None:
         assert name == name.lower()
         assert "model_type" in model_config_json(name)
         assert f"| {name} |" in sources
+
+
+def test_tiny_models_of_our_own_are_no_published_ones() -> None:
+    expected = {"llama", "moe", "mla", "sliding-window", "llama4"}
+    assert {name.removesuffix("-debug") for name in debug_model_names()} == expected
+    assert not {*debug_model_names()} & {*model_names()}
+    with pytest.raises(ModelError, match=r"Did you mean 'mla-debug'\?"):
+        model_config_json("mla-debg")
 
 
 def test_a_config_may_be_changed_without_harm() -> None:

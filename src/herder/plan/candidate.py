@@ -12,8 +12,10 @@ from typing import Literal
 
 from herder.config.architecture import LayerSpec
 from herder.config.catalog import cluster_gpu
-from herder.config.run import ClusterConfig, GpuConfig, TrainConfig
+from herder.config.run import ClusterConfig, GpuConfig, PipelineSchedule, TrainConfig
+from herder.plan.allocated import StateBytes, allocated_state
 from herder.plan.layout import Layout
+from herder.plan.pipeline import Flight, Schedule, chosen_schedule, chunks_per_rank
 from herder.plan.stages import ModelSizes, RankParameters
 
 Recompute = Literal["none", "full"]
@@ -49,14 +51,21 @@ class Request:
     data-parallel rank and pipeline stage."""
     chooses_recompute: bool = False
     """Whether recompute is the planner's to choose; else train.recompute holds."""
+    pipeline_schedule: Literal["auto"] | PipelineSchedule = "auto"
 
     @property
     def gpu(self) -> GpuConfig:
         return cluster_gpu(self.cluster)
 
     def state_widths(self, layout: Layout) -> StateWidths:
-        """One rank keeps fp32 parameters under autocast; several bf16 ones and an fp32 master."""
-        return FULL if layout.num_ranks == 1 or self.train.precision == "fp32" else MIXED
+        """Whole parameters are in fp32 under autocast; sharded ones are gathered in bf16 and have
+        an fp32 master copy."""
+        return FULL if layout.zero_stage == 0 or self.train.precision == "fp32" else MIXED
+
+    def gradient_dtype(self, layout: Layout) -> Precision:
+        """In which gradients are accumulated and reduced; whole state knows fp32 alone."""
+        asked = self.train.gradient_dtype or self.train.precision
+        return "fp32" if layout.zero_stage == 0 else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +78,56 @@ class Candidate:
     num_micro_batches: int
     recompute: Recompute
 
+    @property
+    def schedule(self) -> Schedule:
+        """Of the pipeline."""
+        ranks = self.layout.pipeline_parallel_size
+        return chosen_schedule(self.request.pipeline_schedule, ranks, self.num_micro_batches)
+
+    @property
+    def chunks(self) -> int:
+        """Stages a pipeline rank; what is said of a stage below is of all that a rank has."""
+        return chunks_per_rank(self.schedule)
+
+    def distinct_stages(self) -> tuple[int, ...]:
+        """Pipeline ranks of which no two hold the same."""
+        return self.request.sizes.distinct_stages(self.layout.pipeline_parallel_size, self.chunks)
+
     def stage_layers(self, stage: int) -> Counter[LayerSpec]:
         """The kinds of layers of a pipeline stage, and how many of each."""
-        return self.request.sizes.stage_layers(self.layout.pipeline_parallel_size)[stage]
+        ranks = self.layout.pipeline_parallel_size
+        return self.request.sizes.stage_layers(ranks, self.chunks)[stage]
 
     def stage_parameters(self, stage: int) -> RankParameters:
         """Of one rank of a pipeline stage."""
         layout = self.layout
         tp, ep = layout.tensor_parallel_size, layout.expert_parallel_size
         sizes, pp = self.request.sizes, layout.pipeline_parallel_size
-        return sizes.stage_on_rank(pp, stage, tp=tp, ep=ep)
+        return sizes.stage_on_rank(pp, stage, tp=tp, ep=ep, chunks=self.chunks)
+
+    def micro_batches_in_flight(self, stage: int) -> float:
+        """How many micro-batches' activations a pipeline stage keeps at once."""
+        ranks = self.layout.pipeline_parallel_size
+        return Flight(self.schedule, ranks, stage, self.num_micro_batches).kept
+
+    def stage_state(self, stage: int) -> StateBytes:
+        """What the largest rank of a pipeline stage allocates for state."""
+        layout = self.layout
+        held = self.request.sizes.held_on_rank(
+            layout.pipeline_parallel_size,
+            stage,
+            tp=layout.tensor_parallel_size,
+            ep=layout.expert_parallel_size,
+            num_shards=layout.num_shards,
+            chunks=self.chunks,
+        )
+        return allocated_state(
+            held,
+            stage=stage,
+            zero_stage=layout.zero_stage,
+            compute_bytes=self.compute_bytes,
+            gradient_bytes=self.gradient_bytes,
+        )
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -96,6 +145,11 @@ class Candidate:
     @property
     def widths(self) -> StateWidths:
         return self.request.state_widths(self.layout)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a number that is reduced."""
+        return 4 if self.request.gradient_dtype(self.layout) == "fp32" else 2
 
     @property
     def residual_bytes(self) -> int:

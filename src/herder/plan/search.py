@@ -24,6 +24,7 @@ from herder.plan.layout import (
     tensor_degree_problem,
 )
 from herder.plan.memory import MemoryGb, cannot_fit, training_memory
+from herder.plan.pipeline import chosen_schedule, count_problem, legal_count, schedule_problem
 from herder.plan.step_time import simulate_step
 
 MICRO_BATCH_TARGET_TOKENS = {"gpu": 16_384, "cpu": 2_048}
@@ -118,14 +119,33 @@ def candidates(request: Request, layout: Layout) -> Iterator[Candidate]:
     sizes = _micro_batch_sizes(request, layout)
     for recompute in choices:
         for size in sizes:
-            # A pipeline's default is a micro-batch a stage at least: with fewer, stages only wait.
-            each = train.sequence_length * size * layout.data_parallel_size
-            if train.global_batch_tokens is not None:
-                times = -(-train.global_batch_tokens // each)
-            else:
-                typical = -(-(request.typical_batch_tokens or 1) // each)
-                times = max(layout.pipeline_parallel_size, typical)
-            yield Candidate(request, layout, size, times, recompute)
+            times = _num_micro_batches(request, layout, size)
+            candidate = Candidate(request, layout, size, times, recompute)
+            if _schedule_problem(candidate) is None:
+                yield candidate
+
+
+def _num_micro_batches(request: Request, layout: Layout, size: int) -> int:
+    """Of a step, on each rank.
+
+    A pipeline's default is a micro-batch a stage at least: with fewer, stages only wait.
+    """
+    train, stages = request.train, layout.pipeline_parallel_size
+    each = train.sequence_length * size * layout.data_parallel_size
+    if train.global_batch_tokens is not None:
+        return -(-train.global_batch_tokens // each)
+    typical = max(stages, -(-(request.typical_batch_tokens or 1) // each))
+    return legal_count(chosen_schedule(request.pipeline_schedule, stages, typical), stages, typical)
+
+
+def _schedule_problem(candidate: Candidate) -> str | None:
+    """Why the pipeline's schedule cannot do this, or None."""
+    request, layout, schedule = candidate.request, candidate.layout, candidate.schedule
+    problem = schedule_problem(schedule, request.sizes.architecture, layout, request.train)
+    if problem is None:
+        stages = layout.pipeline_parallel_size
+        problem = count_problem(schedule, stages, candidate.num_micro_batches)
+    return problem
 
 
 def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
@@ -169,7 +189,7 @@ def _judge(request: Request, layout: Layout, *, is_capped: bool) -> Candidate | 
     candidate = next(fits(request, layout), None)
     if candidate is None:
         least = _least_memory(request, layout)
-        reason = "the tokens of a micro-batch are no multiple of TP and twice CP"
+        reason = _why_none(request, layout)
         if least is not None:
             reason = f"needs {least.total:,.1f} GB a device, {least.budget:,.1f} GB may be filled"
     elif is_capped and layout.num_data_ranks > MAX_DATA_PARALLEL_RANKS:
@@ -180,6 +200,16 @@ def _judge(request: Request, layout: Layout, *, is_capped: bool) -> Candidate | 
     else:
         return candidate
     return Rejected(layout=layout.told(), reason=reason)
+
+
+def _why_none(request: Request, layout: Layout) -> str:
+    """Of a layout for which there is no candidate at all."""
+    sizes = _micro_batch_sizes(request, layout)
+    if not sizes:
+        return "the tokens of a micro-batch are no multiple of TP and twice CP"
+    times = _num_micro_batches(request, layout, sizes[-1])
+    candidate = Candidate(request, layout, sizes[-1], times, request.train.recompute)
+    return f"pipeline_schedule={candidate.schedule} {_schedule_problem(candidate)}"
 
 
 def _first(request: Request, layouts: Iterable[Layout], *, is_capped: bool) -> Choice:
@@ -267,6 +297,7 @@ def choose_given(request: Request, given: LayoutConfig) -> Choice:
     Raises PlanError when the degrees are illegal or do not fit.
     """
     layouts = _given_layouts(request, given)
+    _check_schedule(request, layouts)
     chosen, rejected = _first(request, layouts, is_capped=False)
     if chosen is None:
         raise PlanError(
@@ -333,3 +364,20 @@ def _check_copies(given: LayoutConfig, dp: int) -> None:
             f"{where} must divide the {dp} data-parallel ranks into groups of two or more. "
             f"Legal here: {options}."
         )
+
+
+def _check_schedule(request: Request, layouts: list[Layout]) -> None:
+    """Refuse a pipeline schedule that can do none of these layouts."""
+    for layout in layouts:
+        if not _micro_batch_sizes(request, layout) or any(candidates(request, layout)):
+            return
+    layout, train, schedule = layouts[0], request.train, request.pipeline_schedule
+    stages, size = layout.pipeline_parallel_size, _micro_batch_sizes(request, layout)[-1]
+    times = _num_micro_batches(request, layout, size)
+    would_do = "--set layout.pipeline_schedule=auto"
+    chosen = chosen_schedule(schedule, stages, times)
+    if schedule_problem(chosen, request.sizes.architecture, layout, train) is None:
+        each = train.sequence_length * size * layout.data_parallel_size
+        legal = legal_count(chosen, stages, times)
+        would_do = f"--set train.global_batch_tokens={legal * each} or {would_do}"
+    raise PlanError(f"layout: {_why_none(request, layout)} ({request.model}).\nTry {would_do}.")

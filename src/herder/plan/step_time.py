@@ -26,6 +26,7 @@ from herder.plan.flops import (
 from herder.plan.layout import fast_domain_size
 from herder.plan.memory import LOGIT_BYTES, layer_bytes_per_token, shared_out
 from herder.plan.parameters import Weight
+from herder.plan.pipeline import waiting_micro_batches
 from herder.plan.stages import RankParameters
 from herder.units import GB, TFLOP
 
@@ -149,10 +150,7 @@ def simulate_step(candidate: Candidate) -> StepTimeSeconds:
     """The parts of a step. `total` is their sum."""
     sizes = candidate.request.sizes
     of_layer = {layer: _layer_seconds(candidate, layer) for layer in sizes.kinds}
-    stages = (
-        _Stage.priced(candidate, stage, of_layer)
-        for stage in sizes.distinct_stages(candidate.layout.pipeline_parallel_size)
-    )
+    stages = (_Stage.priced(candidate, stage, of_layer) for stage in candidate.distinct_stages())
     return max(stages, key=lambda stage: stage.compute).step()
 
 
@@ -247,7 +245,8 @@ class _Stage:
         each = sum(of_micro_batch.values())
         host = self.layers.total() * KERNELS_PER_LAYER * LAUNCH_SECONDS
         of_micro_batch["launch"] = 0.0 if gpu.kind == "cpu" else max(0.0, host - each)
-        waiting = candidate.layout.pipeline_parallel_size - 1
+        stages = candidate.layout.pipeline_parallel_size
+        waiting = waiting_micro_batches(candidate.schedule, stages)
         parts = {
             **{name: part * candidate.num_micro_batches for name, part in of_micro_batch.items()},
             "pipeline_transfer": self._pipeline_transfer(),
@@ -294,7 +293,8 @@ class _Stage:
         link = self.group(2, layout.num_ranks // layout.pipeline_parallel_size)
         each = self.residual_bytes / layout.tensor_parallel_size
         seconds = each / link.bytes_per_second + link.latency_seconds
-        return 2 * (layout.pipeline_parallel_size - 1) * seconds
+        stages = layout.pipeline_parallel_size * self.candidate.chunks
+        return 2 * (stages - 1) * seconds
 
     def _data_parallel(self, micro_batch_seconds: float) -> float:
         """Stages 0 to 2 gather and reduce once a step, 3 gathers twice a micro-batch and reduces.
@@ -311,11 +311,12 @@ class _Stage:
             experts = same_experts.seconds(parameters.experts * width, blocks)
             return everyone.seconds(parameters.dense * width, blocks) + experts
 
-        reduce, gather = seconds(widths.gradient), seconds(widths.parameter)
+        gradient_bytes = self.candidate.gradient_bytes
+        reduce, gather = seconds(gradient_bytes), seconds(widths.parameter)
         copies = self.group(
             layout.data_parallel_replicas, layout.num_shards * layout.tensor_parallel_size
         )
-        reduce += 2 * copies.seconds(shared_out(parameters, layout) * widths.gradient, blocks)
+        reduce += 2 * copies.seconds(shared_out(parameters, layout) * gradient_bytes, blocks)
         sharded = layout.zero_stage == 3
         rounds = self.candidate.num_micro_batches if sharded else 1
         communication = rounds * (reduce + (2 * gather if sharded else gather))
@@ -342,7 +343,7 @@ def _matmul_seconds(candidate: Candidate, weight: Weight) -> float:
     share = MATMUL_PEAK_SHARE.get(gpu.name.partition("-")[0], OTHER_MATMUL_PEAK_SHARE)
     if gpu.kind == "cpu":
         share, tile = CPU_MATMUL_PEAK_SHARE, 1
-    outputs, inputs = weight.local_shape(
+    outputs, inputs = weight.used_shape(
         tp=layout.tensor_parallel_size, num_key_value_heads=sizes.num_key_value_heads
     )
     if weight.copies > 1:

@@ -18,6 +18,7 @@ from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
 from herder.plan.layout import Layout, smallest_cluster
 from herder.plan.memory import MemoryGb, even_state_bytes, training_memory
 from herder.plan.parameters import active_parameter_count, parameters_by_module
+from herder.plan.pipeline import Schedule
 from herder.plan.reliability import Reliability, plan_reliability
 from herder.plan.search import (
     Choice,
@@ -74,7 +75,8 @@ class TrainingPlan(Record):
     layout: Layout
     mesh_axes: dict[str, int]
     layers_per_stage: tuple[int, ...]
-    pipeline_schedule: Literal["none", "1f1b"]
+    """Of each stage; some schedules have two stages a pipeline rank, one after the other ranks'."""
+    pipeline_schedule: Schedule
     precision: PrecisionPlan
     recompute: Recompute
     sequence_length: int
@@ -115,7 +117,10 @@ def plan_training(
     """
     sizes = ModelSizes(architecture)
     cluster = cluster.model_copy(update={"gpu": cluster_gpu(cluster)})
-    request = Request(sizes, cluster, train, model, typical_batch_tokens, chooses_recompute)
+    schedule = "auto" if layout == "auto" else layout.pipeline_schedule
+    request = Request(
+        sizes, cluster, train, model, typical_batch_tokens, chooses_recompute, schedule
+    )
     adjustments: list[str] = []
     window = architecture.max_position_embeddings
     if train.sequence_length > window:
@@ -227,8 +232,8 @@ def _assembled(
         cluster=cluster,
         layout=layout,
         mesh_axes=layout.mesh_axes,
-        layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size),
-        pipeline_schedule="1f1b" if layout.pipeline_parallel_size > 1 else "none",
+        layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size * chosen.chunks),
+        pipeline_schedule=chosen.schedule,
         precision=PrecisionPlan(compute=train.precision, parameters=stored, gradients=stored),
         recompute=chosen.recompute,
         sequence_length=train.sequence_length,

@@ -1,8 +1,9 @@
 """Bytes on a device in training: state by the 16N rule, activations, logits, buffers, overhead.
 
 Owns which bytes count and on which pipeline stage they peak; decides nothing. `state` is the rule
-with even shares; `largest_rank_state` follows real shards: embedding and head on the ends, uneven
-stages, key-value heads copied where tensor parallelism exceeds them. Activations are the tensors
+with even shares; `largest_rank_state` is what tensors add up to (allocated.py): embedding and head
+on the ends, uneven stages and shards, key-value heads copied where tensor parallelism exceeds them,
+the dtype that gradients are reduced in. Activations are the tensors
 that autograd saves in one layer of model/: eager PyTorch with fused attention (scores are never
 stored), experts chosen evenly. Tensor parallelism comes with sequence parallelism, so the residual
 stream is split; the gathered input of a column-parallel product is kept whole. Source for the
@@ -56,11 +57,12 @@ class MemoryGb(Record):
     state: float
     """Parameters, gradients and optimizer state by the 16N rule, even shares N / (TP PP)."""
     largest_rank_state: float
-    """The same of the rank that holds most."""
+    """What the rank that holds most allocates for them."""
     activations: float
     logits: float
     buffers: float
-    """Gathered parameters, gradients being reduced, or the copies that autocast keeps."""
+    """Units of parameters being gathered and of gradients being reduced, or the copies that autocast
+    keeps."""
     overhead: float
     """Device context, libraries, communicators."""
     total: float
@@ -152,7 +154,7 @@ def _stage_bytes(
         each = LOGIT_BYTES if candidate.compute_bytes == 2 else FP32_LOGIT_BYTES
         logits = chunk_tokens * vocab_size / layout.tensor_parallel_size * each
     return (
-        state_bytes(parameters, layout, candidate.widths),
+        candidate.stage_state(stage).total,
         _activation_bytes(candidate, stage, of_layer),
         logits,
         _buffer_bytes(candidate, parameters),
@@ -181,19 +183,23 @@ def _activation_bytes(candidate: Candidate, stage: int, of_layer: _LayerBytes) -
 
 
 def _buffer_bytes(candidate: Candidate, parameters: RankParameters) -> float:
-    """What exists beside state and activations while a step runs."""
-    layout, sizes, widths = candidate.layout, candidate.request.sizes, candidate.widths
-    if layout.num_ranks == 1:
-        return 2 * parameters.total if candidate.compute_bytes == 2 else 0.0
-    if layout.num_shards == 1:
-        return 0.0
+    """What exists beside state and activations while a step runs.
+
+    Whole state: autocast's copies until the backward pass has used them, or, at its end, the flat
+    buckets in which gradients are summed. Sharded state: units on their way.
+    """
+    layout, sizes = candidate.layout, candidate.request.sizes
+    if layout.zero_stage == 0:
+        copies = 2 * parameters.total if candidate.compute_bytes == 2 else 0.0
+        buckets = 4 * parameters.total if layout.num_shards > 1 else 0.0
+        return max(copies, buckets)
     tp = layout.tensor_parallel_size
     block = sizes.largest_layer_on_rank(tp=tp, ep=layout.expert_parallel_size)
-    reduced = BLOCKS_IN_FLIGHT * block * widths.gradient
+    reduced = BLOCKS_IN_FLIGHT * block * candidate.gradient_bytes
     if layout.zero_stage < 3:
         return reduced
     gathered = max(BLOCKS_IN_FLIGHT * block, block + sizes.largest_end_on_rank(tp=tp))
-    return reduced + gathered * widths.parameter
+    return reduced + gathered * candidate.compute_bytes
 
 
 def layer_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:

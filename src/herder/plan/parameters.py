@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Literal, get_args
 
 from herder.config.architecture import (
@@ -26,7 +26,7 @@ Module = Literal[
 MODULES: tuple[Module, ...] = get_args(Module)
 Split = Literal["none", "out", "in", "kv_out"]
 """What tensor parallelism does: keep a copy, split the outputs, split the inputs, or split the
-key-value heads as far as there are any and copy them beyond."""
+key-value heads. With fewer of those than ranks, each rank holds all of them and uses one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,30 @@ class Weight:
     def is_matmul(self) -> bool:
         return self.multiplies and len(self.shape) == 2
 
-    def local_shape(self, *, tp: int, num_key_value_heads: int) -> tuple[float, ...]:
-        """The shape on one rank; fractional only where a split is uneven."""
-        if self.split == "none" or tp == 1:
-            return self.shape
+    def used_shape(self, *, tp: int, num_key_value_heads: int) -> tuple[float, ...]:
+        """The shape of what one rank multiplies with; fractional only where a split is uneven."""
         degree = min(tp, num_key_value_heads) if self.split == "kv_out" else tp
-        split_dim = 1 if self.split == "in" else 0
-        return tuple(n / degree if dim == split_dim else n for dim, n in enumerate(self.shape))
+        return self._split(degree)
 
     def local_parameters(self, *, tp: int, ep: int, num_key_value_heads: int) -> float:
-        """Parameters of it on one rank."""
-        local = prod(self.local_shape(tp=tp, num_key_value_heads=num_key_value_heads))
+        """Parameters of it that one rank holds."""
+        local = prod(self._split(self._held_degree(tp, num_key_value_heads)))
         return local * self.copies / (ep if self.copies > 1 else 1)
+
+    def held_shape(self, *, tp: int, ep: int, num_key_value_heads: int) -> tuple[int, ...]:
+        """The tensor that one rank holds; experts are stacked in one."""
+        shape = tuple(ceil(n) for n in self._split(self._held_degree(tp, num_key_value_heads)))
+        return (ceil(self.copies / ep), *shape) if self.module == "experts" else shape
+
+    def _held_degree(self, tp: int, num_key_value_heads: int) -> int:
+        copied = self.split == "kv_out" and tp > num_key_value_heads
+        return 1 if copied else tp
+
+    def _split(self, degree: int) -> tuple[float, ...]:
+        if self.split == "none" or degree == 1:
+            return self.shape
+        split_dim = 1 if self.split == "in" else 0
+        return tuple(n / degree if dim == split_dim else n for dim, n in enumerate(self.shape))
 
 
 def layer_weights(architecture: ArchitectureConfig, layer: LayerSpec) -> tuple[Weight, ...]:

@@ -132,7 +132,7 @@ def test_a_routed_layer_keeps_each_token_once_for_each_of_its_experts(published:
     numbers an expert."""
     mixtral = published("mixtral-8x7b")
     request = Request(ModelSizes(mixtral), ClusterConfig(gpu="h100-80gb"), TRAIN)
-    candidate = Candidate(request, layout(dp=8), 1, 1, "none")
+    candidate = Candidate(request, layout(dp=8, zero_stage=1), 1, 1, "none")
     residual, attention = 2 * 4096, 4096 + 2 * 4096 + 2 * 1024
     rows, gated = 2 * 2 * 4096, 2 * 2 * 14_336
     in_bf16, in_fp32 = residual + attention + rows + gated, 32 + 4096 + 3 * 8

@@ -123,7 +123,9 @@ def test_ranks_hold_everything_once_but_what_is_copied(tp: int, published: Publi
         assert copies == (tp if weight.module == "norms" else 1)
 
 
-def test_key_value_heads_are_copied_beyond_their_number(published: Published) -> None:
+def test_fewer_key_value_heads_than_ranks_are_all_held_and_one_is_used(
+    published: Published,
+) -> None:
     architecture = published("llama-3-8b")
     split = [w for w in layer_weights(architecture, architecture.layers[0]) if w.split == "kv_out"]
     assert len(split) == 2
@@ -131,4 +133,6 @@ def test_key_value_heads_are_copied_beyond_their_number(published: Published) ->
         at_8, at_16 = (
             weight.local_parameters(tp=tp, ep=1, num_key_value_heads=8) for tp in (8, 16)
         )
-        assert at_8 == at_16 == weight.num_parameters / 8
+        assert (at_8, at_16) == (weight.num_parameters / 8, weight.num_parameters)
+        used = [weight.used_shape(tp=tp, num_key_value_heads=8) for tp in (8, 16)]
+        assert used == [(128, 4096), (128, 4096)]

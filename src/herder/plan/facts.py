@@ -23,8 +23,9 @@ def training_facts(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     yield "layout", f"{layout.told()}{stages}"
     yield (
         "precision",
-        f"{plan.precision.compute} compute, {plan.precision.parameters} parameters and gradients, "
-        f"{plan.precision.optimizer} optimizer; recompute {plan.recompute}",
+        f"{plan.precision.compute} compute, {plan.precision.parameters} parameters, "
+        f"{plan.precision.gradients} gradients, {plan.precision.optimizer} optimizer; recompute "
+        f"{plan.recompute}",
     )
     yield (
         "global batch",

@@ -61,8 +61,8 @@ class MemoryGb(Record):
     activations: float
     logits: float
     buffers: float
-    """Units of parameters being gathered and of gradients being reduced, or the copies that autocast
-    keeps."""
+    """Units of parameters being gathered and of gradients being reduced; of whole state, the copies
+    that autocast keeps, or buckets of gradients."""
     overhead: float
     """Device context, libraries, communicators."""
     total: float

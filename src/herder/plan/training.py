@@ -13,6 +13,7 @@ from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
 from herder.errors import PlanError
+from herder.plan.allocated import StateBytes
 from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
 from herder.plan.layout import Layout, smallest_cluster
@@ -48,7 +49,9 @@ class PrecisionPlan(Record):
 
     compute: Precision
     parameters: Precision
+    """As they are computed with; autocast keeps them in fp32."""
     gradients: Precision
+    """As micro-batches and ranks add them up."""
     optimizer: Literal["fp32"] = "fp32"
     """Moments, and a master copy where parameters are bf16."""
 
@@ -85,6 +88,8 @@ class TrainingPlan(Record):
     num_micro_batches: int
     global_batch_tokens: int
     memory_gb: MemoryGb
+    state_bytes: StateBytes
+    """Of the rank with the largest state, what training allocates for it."""
     step_time_seconds: StepTimeSeconds
     tokens_per_second: float
     flops_convention: str
@@ -143,6 +148,12 @@ def plan_training(
         adjustments.append(
             f"global_batch_tokens {asked:,} -> {planned:,}: whole micro-batches of "
             f"{chosen.micro_batch_tokens:,} tokens on {chosen.layout.data_parallel_size} ranks."
+        )
+    gradients = request.gradient_dtype(chosen.layout)
+    if train.gradient_dtype not in (None, gradients):
+        adjustments.append(
+            f"gradient_dtype {train.gradient_dtype} -> {gradients}: {chosen.layout.told()} keeps "
+            "whole parameters in fp32, and sums their gradients so."
         )
     return _assembled(
         chosen,
@@ -218,6 +229,7 @@ def _assembled(
     request, layout = chosen.request, chosen.layout
     cluster, train, sizes = request.cluster, request.train, request.sizes
     memory, step = training_memory(chosen), simulate_step(chosen)
+    states = [chosen.stage_state(stage) for stage in chosen.distinct_stages()]
     modules = _modules(chosen)
     parameters = sum(share.parameters for share in modules)
     flops = sum(share.training_flops_per_token for share in modules)
@@ -234,7 +246,11 @@ def _assembled(
         mesh_axes=layout.mesh_axes,
         layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size * chosen.chunks),
         pipeline_schedule=chosen.schedule,
-        precision=PrecisionPlan(compute=train.precision, parameters=stored, gradients=stored),
+        precision=PrecisionPlan(
+            compute=train.precision,
+            parameters=stored,
+            gradients=request.gradient_dtype(layout),
+        ),
         recompute=chosen.recompute,
         sequence_length=train.sequence_length,
         micro_batch_size=chosen.micro_batch_size,
@@ -242,6 +258,7 @@ def _assembled(
         num_micro_batches=chosen.num_micro_batches,
         global_batch_tokens=chosen.global_batch_tokens,
         memory_gb=memory,
+        state_bytes=max(states, key=lambda state: state.total),
         step_time_seconds=step,
         tokens_per_second=rate,
         flops_convention=FLOPS_CONVENTION,

@@ -113,10 +113,10 @@ def test_a_layer_keeps_what_the_planner_counts(kind: str, precision: str) -> Non
         kept_bytes(architecture(n, **fields), dtype, autocast=precision == "autocast")
         for n in (3, 2)
     )
-    num_ranks = 8 if precision == "bf16" else 1
+    num_ranks, zero_stage = (8, 1) if precision == "bf16" else (1, 0)
     train = TrainConfig(sequence_length=TOKENS, precision="fp32" if precision == "fp32" else "bf16")
     config = architecture(1, **fields)
-    layout = make_layout(tp=1, pp=1, dp=num_ranks, cp=1, ep=1, zero_stage=0)
+    layout = make_layout(tp=1, pp=1, dp=num_ranks, cp=1, ep=1, zero_stage=zero_stage)
     request = Request(ModelSizes(config), ClusterConfig(gpu="h100-80gb"), train)
     candidate = Candidate(request, layout, 1, 1, "none")
     planned = layer_bytes_per_token(candidate, config.layers[0])

@@ -11,7 +11,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours
 from herder.errors import CheckpointError, WeightsError
 from herder.families.quantization import read_quantization
 from herder.families.registry import architecture_to_hf, family_named
-from herder.families.weights import EMBEDDING, WeightRule, WeightRules, hub_shape, listed
+from herder.families.weights import EMBEDDING, HEAD, WeightRule, WeightRules, hub_shape, listed
 from herder.model.build import build_decoder, tie
 from herder.model.decoder import Decoder
 from herder.units import GB
@@ -77,8 +77,17 @@ def _stored(source: ModelSource) -> Mapping[str, StoredTensor | QuantizedTensor]
     return logical_tensors(stored_tensors(source.files), quantization, where=source.name)
 
 
-def load_weights(decoder: Decoder, source: ModelSource, *, device: str | torch.device) -> None:
+def load_weights(
+    decoder: Decoder,
+    source: ModelSource,
+    *,
+    device: str | torch.device,
+    place: Callable[[Tensor, Tensor], None] | None = None,
+) -> None:
     """Fills a decoder, tensor by tensor, in its own dtypes; what is on meta is replaced by real.
+
+    place(live, whole): for a decoder that is sharded, or a stage of one; each of its parameters is
+    put together on the host, handed over and forgotten.
 
     Raises WeightsError that lists everything missing, unknown, misshapen or of a dtype that cannot
     be read; the decoder is then untouched. Warns where files and config disagree on tying.
@@ -92,15 +101,22 @@ def load_weights(decoder: Decoder, source: ModelSource, *, device: str | torch.d
     elif source.weights == "run":
         rules = rules.of_ours()
     live = decoder.state_dict(keep_vars=True)
-    wanted = _checked(live, stored, rules, source.name)
+    whole = live if place is None else build_decoder(decoder.config).state_dict(keep_vars=True)
+    wanted = _checked(whole, stored, rules, source.name)
+    assembly = None if place is None else _Assembly(decoder, wanted, place)
     with torch.no_grad():
         for theirs, parts in wanted.items():
-            tensor = read_values(stored[theirs], live[parts[0].ours].dtype).to(device)
+            if assembly is not None and not assembly.holds(parts):
+                continue
+            tensor = read_values(stored[theirs], whole[parts[0].ours].dtype)
             name = theirs.split(".")[-2]
             if name in num_heads:
                 tensor = halves_from_neighbours(tensor, num_heads=num_heads[name])
             for part in parts:
-                live[part.ours] = _place(decoder, live[part.ours], part, tensor)
+                if assembly is None:
+                    live[part.ours] = _place(decoder, live[part.ours], part, tensor.to(device))
+                else:
+                    assembly.add(part, tensor, like=whole[part.ours])
     tie(decoder)
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
@@ -148,6 +164,40 @@ def _place(decoder: Decoder, live: Tensor, part: WeightRule, tensor: Tensor) -> 
             return live
     (live if part.expert is None else live[part.expert]).copy_(part.part_of(tensor))
     return live
+
+
+class _Assembly:
+    """Parameters of which a decoder holds parts: whole on the host until all of one is there."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        wanted: Mapping[str, tuple[WeightRule, ...]],
+        place: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self._live = decoder.state_dict(keep_vars=True)
+        if decoder.config.tie_embeddings and decoder.embed is None and HEAD in self._live:
+            self._live[EMBEDDING] = self._live[HEAD]  # the last stage's copy
+        self._missing = Counter(part.ours for parts in wanted.values() for part in parts)
+        self._whole = dict[str, Tensor]()
+        self._place = place
+
+    def holds(self, parts: Sequence[WeightRule]) -> bool:
+        """Whether any of these is of this decoder."""
+        return any(part.ours in self._live for part in parts)
+
+    def add(self, part: WeightRule, tensor: Tensor, *, like: Tensor) -> None:
+        """Take one part of a parameter in that is `like` this when it is whole."""
+        name = part.ours
+        if name not in self._live:
+            return
+        if name not in self._whole:
+            self._whole[name] = torch.empty_like(like, device="cpu")
+        whole = self._whole[name]
+        (whole if part.expert is None else whole[part.expert]).copy_(part.part_of(tensor))
+        self._missing[name] -= 1
+        if self._missing[name] == 0:
+            self._place(self._live[name], self._whole.pop(name))
 
 
 def save_huggingface(

@@ -13,7 +13,7 @@ under our parameter names. Knows tensors by name only: neither the loop nor how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,17 @@ from typing import Any
 import torch
 from pydantic import JsonValue, NonNegativeInt, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from herder.checkpoint.directory import checkpoint_path, keep_newest, writing
 from herder.checkpoint.manifest import verify_manifest, write_manifest
 from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
+from herder.checkpoint.stream import TensorSource, held_here, write_tensors
 from herder.config.record import Record
 from herder.errors import CheckpointError
 from herder.families.weights import listed
+from herder.model.build import copy_whole
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -64,10 +65,36 @@ class _TrainState(Record):
 
 @dataclass(frozen=True)
 class TrainTensors:
-    """The tensors of a run by name. They are live: saving reads them, loading copies into them."""
+    """The tensors of a run by name. They are live: loading copies into them."""
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
+    is_part: bool = False
+    """Whether other pipeline stages hold tensors that are not named here."""
+
+
+@dataclass(frozen=True)
+class TrainSources:
+    """What a checkpoint is written from: all tensors of a run, whole, one at a time."""
+
+    model: TensorSource
+    optimizer: TensorSource
+
+    @property
+    def files(self) -> dict[str, TensorSource]:
+        """By the file that each is written to."""
+        return {MODEL: self.model, OPTIMIZER: self.optimizer}
+
+    def read_along(self) -> None:
+        """Take part in a save that another rank writes."""
+        for source in self.files.values():
+            for name in source.shapes:
+                source.read(name)
+
+
+def whole_sources(tensors: TrainTensors) -> TrainSources:
+    """Of tensors that this process has whole."""
+    return TrainSources(held_here(tensors.model), held_here(tensors.optimizer))
 
 
 @dataclass(frozen=True)
@@ -80,7 +107,7 @@ class SavedCheckpoint:
 
 def save_checkpoint(
     run_directory: Path,
-    tensors: TrainTensors,
+    sources: TrainSources,
     *,
     progress: Progress,
     meta: ExperimentMeta,
@@ -93,18 +120,15 @@ def save_checkpoint(
     cannot be written (a full disk): nothing half-written stays, earlier checkpoints are untouched.
     """
     final = checkpoint_path(run_directory, progress.step)
-    parts = {MODEL: tensors.model, OPTIMIZER: tensors.optimizer}
-    needed = sum(tensor.nbytes for live in parts.values() for tensor in live.values())
+    needed = sum(source.num_bytes for source in sources.files.values())
     advice = (
         "Earlier checkpoints are untouched. Make room or lower checkpoint.keep_last, then run the "
         "same command to go on from the newest one."
     )
     keep_newest(run_directory, keep_last=keep_last)  # more are there where it was lowered
     with writing(final, num_bytes=needed, advice=advice) as folder:
-        for name, live in parts.items():
-            stored = {key: tensor.detach().contiguous() for key, tensor in live.items()}
-            save_file(stored, folder / name, metadata={"format": "pt"})
-            (folder / name).chmod(0o644)
+        for name, source in sources.files.items():
+            write_tensors(folder / name, source)
         state = _TrainState(progress=progress, random=capture_random_state())
         (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
         write_meta(meta, folder)
@@ -116,10 +140,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Path, tensors: TrainTensors, *, architecture: Mapping[str, Any]
+    checkpoint: Path,
+    tensors: TrainTensors,
+    *,
+    architecture: Mapping[str, Any],
+    place: Callable[[Tensor, Tensor], None] = copy_whole,
 ) -> Progress:
     """Copy a checkpoint into live tensors, set the random states, and say where the run is.
 
+    place(live, whole): puts a stored tensor where it is held.
     Raises CheckpointError for a checkpoint of another architecture (with what differs), a damaged
     one, or one whose tensors are not exactly those asked for; then nothing was copied.
     """
@@ -128,13 +157,15 @@ def load_checkpoint(
     state = _read_train_state(checkpoint)
     wanted = {MODEL: tensors.model, OPTIMIZER: tensors.optimizer}
     problems = [
-        problem for name, live in wanted.items() for problem in _misfits(checkpoint / name, live)
+        problem
+        for name, live in wanted.items()
+        for problem in _misfits(checkpoint / name, live, is_part=tensors.is_part)
     ]
     if problems:
         lines = listed(problems, separator="\n  ")
         raise CheckpointError(f"{checkpoint} does not fit this model:\n  {lines}")
     for name, live in wanted.items():
-        _copy_into(live, checkpoint / name)
+        _copy_into(live, checkpoint / name, place)
     restore_random_state(state.random)
     return state.progress
 
@@ -156,14 +187,15 @@ def _read_train_state(checkpoint: Path) -> _TrainState:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
 
-def _misfits(path: Path, live: Mapping[str, Tensor]) -> list[str]:
+def _misfits(path: Path, live: Mapping[str, Tensor], *, is_part: bool) -> list[str]:
     """Names, shapes and dtypes in which a file and the live tensors differ."""
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             stored = {name: file.get_slice(name) for name in names}
             problems = [f"{path.name}: {name} is missing" for name in live.keys() - stored.keys()]
-            problems += [f"{path.name}: {name} is extra" for name in stored.keys() - live.keys()]
+            extra = set() if is_part else stored.keys() - live.keys()
+            problems += [f"{path.name}: {name} is extra" for name in extra]
             for name in live.keys() & stored.keys():
                 shape, wanted = tuple(stored[name].get_shape()), tuple(live[name].shape)
                 if shape != wanted:
@@ -174,8 +206,10 @@ def _misfits(path: Path, live: Mapping[str, Tensor]) -> list[str]:
 
 
 @torch.no_grad()
-def _copy_into(live: Mapping[str, Tensor], path: Path) -> None:
+def _copy_into(
+    live: Mapping[str, Tensor], path: Path, place: Callable[[Tensor, Tensor], None]
+) -> None:
     """One tensor at a time, so that no second copy of the state is ever in memory."""
     with safe_open(path, framework="pt") as file:
         for name, tensor in live.items():
-            tensor.copy_(file.get_tensor(name))
+            place(tensor, file.get_tensor(name))

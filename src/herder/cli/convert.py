@@ -8,7 +8,13 @@ from pathlib import Path
 import click
 
 from herder.checkpoint.huggingface import load_decoder, save_huggingface, stored_dtype
-from herder.checkpoint.run import DataPosition, Progress, TrainTensors, save_checkpoint
+from herder.checkpoint.run import (
+    DataPosition,
+    Progress,
+    TrainTensors,
+    save_checkpoint,
+    whole_sources,
+)
 from herder.checkpoint.source import ModelSource
 from herder.cli.models import resolve, tokenizer_folder
 from herder.config.run import ModelConfig, RunConfig
@@ -58,11 +64,10 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
         raise CheckpointError(f"{target} exists already and is not empty. Name another folder.")
     assert found.folder is not None, "what has weights has a folder by now"
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
+    model = {**dict(decoder.named_parameters()), **saved_buffers(decoder)}
     save_checkpoint(
         target,
-        TrainTensors(
-            model={**dict(decoder.named_parameters()), **saved_buffers(decoder)}, optimizer={}
-        ),
+        whole_sources(TrainTensors(model=model, optimizer={})),
         progress=Progress(
             step=0, tokens=0, data=DataPosition(corpus="", seed=0, step=0), schedule={}
         ),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from herder.checkpoint.directory import locked
 from herder.cli import models
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
@@ -40,11 +39,10 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
             tokenizer = models.recipe_tokenizer(config)
         config, plan = plan_run(config, source)
         click.echo(describe_plan(config, plan), err=True)
-        with locked(Path(config.run_directory)):
-            # torch takes seconds to import: the plan is shown and signals are caught by now.
-            from herder.train.session import run_training
+        # torch takes seconds to import: the plan is shown and signals are caught by now.
+        from herder.train.session import run_training
 
-            outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop)
+        outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop)
     given = (word for override in overrides for word in ("--set", override))
     again = shlex.join(["herder", "train", str(recipe), *given])
     click.echo(describe_end(config, outcome.step, again if outcome.stopped_by else None))

@@ -57,6 +57,19 @@ class Parallel:
     """Whether products in bf16 are autocast's work; else parameters are gathered in bf16."""
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and tells."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def largest(self, number: int) -> int:
+        """The largest of what every rank says."""
+        if self.mesh is None:
+            return number
+        told = torch.tensor(number, device=self.mesh.device_type)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return int(told)
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """(index, count): which share of a step's micro-batches is this rank's."""
         return self._place(("dp", "fsdp"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 
 from herder.checkpoint.huggingface import load_weights
 from herder.checkpoint.metadata import ExperimentMeta, config_hash, source_commit
@@ -28,10 +29,11 @@ from herder.data.order import epoch_order
 from herder.data.packing import PackedRows
 from herder.data.tokenizer import check_vocabulary, load_tokenizer
 from herder.errors import DataError
-from herder.model.build import build_decoder, initialize_weights, materialize
+from herder.model.build import build_decoder, initialize_weights
 from herder.model.decoder import Decoder
-from herder.parallel.compile import apply_compile
-from herder.parallel.recompute import apply_recompute
+from herder.parallel.apply import Parallel, apply
+from herder.parallel.shards import copy_part
+from herder.parallel.turns import first_rank_first
 from herder.plan.training import TrainingPlan
 from herder.train.device import peak_flops_per_second
 from herder.train.optimizer import build_optimizer
@@ -47,9 +49,12 @@ def build_run(
     tokenizer: Path,
     plan: TrainingPlan,
     device: torch.device,
+    mesh: DeviceMesh | None = None,
     is_resumed: bool,
 ) -> TrainRun:
     """Everything the loop needs, for a config whose planned values are filled in.
+
+    mesh: the plan's, where it has more than one rank: all of them call this together.
 
     The parameters of a resumed run are left as they come, since its checkpoint overwrites them all.
     """
@@ -58,24 +63,34 @@ def build_run(
     assert train.global_batch_tokens is not None, "the plan fills in train.global_batch_tokens"
     text = load_tokenizer(tokenizer)
     check_vocabulary(text, vocab_size=source.architecture.vocab_size, model=source.name)
-    corpus = prepare_corpus(config.data, text)
+    with first_rank_first():  # which fills the cache that the others read
+        corpus = prepare_corpus(config.data, text)
     dataset = TokenDataset(
         _rows(corpus.train, train.sequence_length),
         micro_batch_size=train.micro_batch_size,
         global_batch_tokens=train.global_batch_tokens,
         seed=train.seed,
     )
-    decoder = build_model(config, source, device=device, is_resumed=is_resumed)
-    run_directory = Path(config.run_directory)
-    peak, peak_source = peak_flops_per_second(
-        device, cluster_gpu(plan.cluster), precision=train.precision, run_directory=run_directory
+    decoder, parallel = build_model(
+        config, source, plan, device=device, mesh=mesh, is_resumed=is_resumed
     )
+    shard_index, num_shards = parallel.data_shard
+    run_directory = Path(config.run_directory)
+    with first_rank_first():
+        peak, peak_source = peak_flops_per_second(
+            device,
+            cluster_gpu(plan.cluster),
+            precision=train.precision,
+            run_directory=run_directory,
+        )
     return TrainRun(
         config=config,
         run_directory=run_directory,
         decoder=decoder,
         optimizer=build_optimizer(decoder.named_parameters(), train.optimizer),
-        micro_batches=dataset.micro_batches,
+        micro_batches=partial(
+            dataset.micro_batches, shard_index=shard_index, num_shards=num_shards
+        ),
         held_out=_held_out(
             corpus.validation, config.evaluate, train.sequence_length, train.micro_batch_size
         ),
@@ -86,30 +101,34 @@ def build_run(
             precision=train.precision,
             loss_chunk_tokens=train.loss_chunk_tokens,
             clip_norm=train.clip_norm,
+            parallel=parallel,
         ),
         meta=build_meta(config, source, plan),
         model_files=model_files(source, tokenizer),
         flops_per_token=plan.flops_per_token,
-        peak_flops_per_second=peak,
+        peak_flops_per_second=peak * plan.layout.num_ranks,
         peak_source=peak_source,
     )
 
 
 def build_model(
-    config: RunConfig, source: ModelSource, *, device: torch.device, is_resumed: bool
-) -> Decoder:
-    """The decoder with its weights, recompute and compile applied; fp32 parameters throughout."""
+    config: RunConfig,
+    source: ModelSource,
+    plan: TrainingPlan,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    is_resumed: bool,
+) -> tuple[Decoder, Parallel]:
+    """The decoder laid out by its plan, with its weights: fp32 parameters, of which each rank only
+    ever has its part."""
     decoder = build_decoder(source.architecture)
+    parallel = apply(decoder, plan, mesh, device=device, compiled=config.train.compile)
     if not is_resumed and config.model.initialize == "pretrained":
-        load_weights(decoder, source, device=device)
-    else:
-        materialize(decoder, device=device)
-        if not is_resumed:
-            initialize_weights(decoder, seed=config.train.seed)
-    apply_recompute(decoder.layers, config.train.recompute)
-    if config.train.compile:
-        apply_compile(decoder.layers, device_type=device.type)
-    return decoder.train()
+        load_weights(decoder, source, device=device, place=copy_part)
+    elif not is_resumed:
+        initialize_weights(decoder, seed=config.train.seed, place=copy_part)
+    return decoder.train(), parallel
 
 
 def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan | None) -> ExperimentMeta:

@@ -22,9 +22,13 @@ _GEMM_SIZE = 1024
 _GEMM_SECONDS = 0.4
 
 
-def choose_device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def choose_device(local_index: int = 0) -> torch.device:
+    """The GPU of that number where there are any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def describe_device(device: torch.device) -> str:

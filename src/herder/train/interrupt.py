@@ -23,9 +23,10 @@ class StopRequest:
     its name when it is whole. Exit status: 128 plus the signal's number, 130 or 143.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells: bool = True) -> None:
         self.signal: signal.Signals | None = None
-        self._num_asked = 0
+        self.num_asked = 0
+        self._tells = tells
         self._before = list[Any]()
 
     def __enter__(self) -> StopRequest:
@@ -44,16 +45,16 @@ class StopRequest:
         return 128 + self.signal if self.signal else 0
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        self._num_asked += 1
+        self.num_asked += 1
         self.signal = self.signal or signal.Signals(number)
         name = signal.Signals(number).name
-        if self._num_asked >= _ASKS_BEFORE_LEAVING:
-            _say(f"{name}: leaving at once; the last whole checkpoint stays")
+        if self.num_asked >= _ASKS_BEFORE_LEAVING:
+            self._say(f"{name}: leaving at once; the last whole checkpoint stays")
             os._exit(128 + number)
-        again = " (once more leaves at once, without saving)" if self._num_asked > 1 else ""
-        _say(f"{name}: finishing this step, then saving{again}")
+        again = " (once more leaves at once, without saving)" if self.num_asked > 1 else ""
+        self._say(f"{name}: finishing this step, then saving{again}")
 
-
-def _say(message: str) -> None:
-    """Straight to the descriptor: a handler may run in the middle of a buffered write."""
-    os.write(2, f"\nherder: {message}\n".encode())
+    def _say(self, message: str) -> None:
+        """Straight to the descriptor: a handler may run in the middle of a buffered write."""
+        if self._tells:
+            os.write(2, f"\nherder: {message}\n".encode())

@@ -28,6 +28,7 @@ from herder.observe.events import (
     StepFinished,
 )
 from herder.observe.meters import Stopwatch, Throughput
+from herder.parallel.apply import Parallel
 from herder.train.device import peak_memory_bytes
 from herder.train.optimizer import set_learning_rate
 from herder.train.routers import RouterWatch, router_noise
@@ -65,11 +66,11 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
     meter = Throughput(
         flops_per_token=run.flops_per_token, peak_flops_per_second=run.peak_flops_per_second
     )
-    routers = RouterWatch()
+    routers, parallel = RouterWatch(), run.settings.parallel
     whole, tokens, done = Stopwatch(), start.tokens, start.step
-    finished, held_out, saved = None, None, None
+    finished, held_out, saved, stopped_by = None, None, None, None
     with closing(prefetch(run.micro_batches, range(start.step, steps))) as batches:
-        while done < steps and stop_signal() is None:
+        while done < steps and (stopped_by := agreed_signal(stop_signal, parallel)) is None:
             finished = _do_step(run, done, batches, meter, routers, bus)
             done, tokens = finished.step, tokens + finished.tokens
             if done == steps or done % config.observe.log_every_steps == 0:
@@ -82,7 +83,6 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
                 held_out = _evaluate(run, done, bus, stop_signal)
     if finished and saved != checkpoint_path(run.run_directory, done):
         saved = _save(run, run.progress(step=done, tokens=tokens), bus)
-    stopped_by = stop_signal() if done < steps else None
     if stopped_by:
         bus.emit(RunInterrupted(step=done, signal=stopped_by.name))
     elif finished:
@@ -90,6 +90,12 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
     return Outcome(
         step=done, last_step=finished, held_out=held_out, checkpoint=saved, stopped_by=stopped_by
     )
+
+
+def agreed_signal(stop_signal: StopSignal, parallel: Parallel) -> Signals | None:
+    """The signal that any rank was asked to stop by: all of them stop after the same step."""
+    number = parallel.largest(stop_signal() or 0)
+    return Signals(number) if number else None
 
 
 def _do_step(
@@ -144,10 +150,15 @@ def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus)
 def _save(run: TrainRun, progress: Progress, bus: Bus) -> Path:
     watch = Stopwatch()
     meta = run.meta.model_copy(update={"step": progress.step, "unix_seconds": time.time()})
+    sources = run.sources()
+    path = checkpoint_path(run.run_directory, progress.step)
+    if not run.settings.parallel.is_first:
+        sources.read_along()
+        return path
     try:
         saved = save_checkpoint(
             run.run_directory,
-            run.tensors(),
+            sources,
             progress=progress,
             meta=meta,
             model_files=run.model_files,
@@ -181,7 +192,7 @@ def _evaluate(
         run.decoder,
         run.held_out(),
         run.settings,
-        is_stopped=lambda: stop_signal() is not None,
+        is_stopped=lambda: agreed_signal(stop_signal, run.settings.parallel) is not None,
     )
     if found is None:
         return None

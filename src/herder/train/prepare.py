@@ -13,9 +13,9 @@ from typing import Any
 from herder.checkpoint.directory import list_checkpoints
 from herder.checkpoint.metadata import META, read_meta
 from herder.checkpoint.source import ModelSource
+from herder.config.catalog import cluster_gpu
 from herder.config.detect import detect_cluster
 from herder.config.run import ClusterConfig, RunConfig
-from herder.errors import PlanError
 from herder.plan.training import TrainingPlan, plan_training
 from herder.train.schedule import check_schedule
 from herder.units import format_gb, format_seconds
@@ -24,22 +24,24 @@ _PLANNED = ("micro_batch_size", "global_batch_tokens")
 """Keys of `train` that the plan fills in, and rounds to what can be done, which it then tells."""
 
 
-def plan_run(config: RunConfig, source: ModelSource) -> tuple[RunConfig, TrainingPlan]:
-    """The plan of a run on one rank, and the config with planned values filled in.
+def plan_run(
+    config: RunConfig, source: ModelSource, num_ranks: int | None = None
+) -> tuple[RunConfig, TrainingPlan]:
+    """The plan of a run, and the config with planned values filled in.
 
-    A run that goes on keeps the values it was started with, whatever this machine would get now.
-    Raises PlanError for more than one rank, ConfigError for a schedule longer than the run.
+    num_ranks: how many were started already; a config without a cluster is planned for so many. A
+    run that goes on keeps the values it was started with, whatever this machine would get now.
+    Raises ConfigError for a schedule longer than the run.
     """
     check_schedule(config.train.schedule, steps=config.train.steps)
     config = _as_started(config)
     plan = plan_training(
         source.architecture,
-        config.cluster or _one_device(detect_cluster()),
+        config.cluster or _started_cluster(detect_cluster(), num_ranks),
         config.train,
         config.layout,
         model=source.name,
     )
-    _refuse_more_ranks(plan)
     planned = {name: getattr(plan, name) for name in _PLANNED}
     return _with_train(config, planned), plan
 
@@ -76,20 +78,14 @@ def describe_end(config: RunConfig, step: int, again: str | None) -> str:
     )
 
 
-def _one_device(cluster: ClusterConfig) -> ClusterConfig:
-    """The machine as this build uses it: one process, one device."""
-    return cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
-
-
-def _refuse_more_ranks(plan: TrainingPlan) -> None:
-    ranks = plan.layout.num_ranks
-    if ranks > 1:
-        raise PlanError(
-            f"layout: {plan.model} on {plan.cluster.nodes} x {plan.cluster.gpus_per_node} devices "
-            f"is a plan of {ranks} ranks ({plan.layout.told()}), and this build trains on one. "
-            "Leave cluster out to use one device of this machine, or --set cluster.nodes=1 "
-            "--set cluster.gpus_per_node=1."
-        )
+def _started_cluster(machine: ClusterConfig, num_ranks: int | None) -> ClusterConfig:
+    """Machines like this one that have as many devices as ranks were started."""
+    if num_ranks is None:
+        return machine
+    nodes, rest = divmod(num_ranks, machine.gpus_per_node)
+    if rest or cluster_gpu(machine).kind == "cpu":  # any number of ranks may share a CPU
+        return machine.model_copy(update={"gpus_per_node": num_ranks})
+    return machine.model_copy(update={"nodes": nodes})
 
 
 def _as_started(config: RunConfig) -> RunConfig:

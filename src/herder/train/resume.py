@@ -14,6 +14,7 @@ from herder.config.run import RunConfig
 from herder.errors import CheckpointError
 from herder.observe.events import Bus, CheckpointLoaded, Incident, Notice
 from herder.observe.meters import Stopwatch
+from herder.parallel.shards import copy_part
 from herder.train.state import TrainRun
 
 
@@ -49,7 +50,9 @@ def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
     Raises CheckpointError when it does not fit the model or was trained on other documents.
     """
     watch = Stopwatch()
-    progress = load_checkpoint(checkpoint, run.tensors(), architecture=run.meta.architecture)
+    progress = load_checkpoint(
+        checkpoint, run.tensors(), architecture=run.meta.architecture, place=copy_part
+    )
     if progress.data.corpus != run.corpus:
         raise CheckpointError(
             f"{checkpoint} was trained on other documents than {run.config.data.source} holds now: "

@@ -18,7 +18,7 @@ from torch import Tensor
 from herder.config.architecture import ArchitectureConfig, MoeConfig
 from herder.data.batch import MicroBatch
 from herder.model.decoder import Decoder
-from herder.model.routing import RouterNoise, Routing, load_balancing_loss, z_loss
+from herder.model.routing import RouterNoise, Routing, routing_losses, routing_sums
 from herder.observe.events import RouterStats
 from herder.parallel.apply import Parallel
 
@@ -73,56 +73,59 @@ class StepRouters:
     """The routing terms of one step's loss, each micro-batch weighted by its share of real tokens.
 
     Which tokens share a micro-batch is fixed by the data, and so are the terms: the loss of a
-    micro-batch is not linear in its tokens.
+    micro-batch is linear neither in its tokens nor in its layers. Where pipeline stages have a part
+    of the layers each, their sums travel with the micro-batch, and the last stage has the loss.
     """
 
-    def __init__(self, moe: MoeConfig, *, num_real_tokens: Tensor, num_copies: int = 1) -> None:
+    def __init__(
+        self, config: ArchitectureConfig, *, num_real_tokens: Tensor, num_copies: int = 1
+    ) -> None:
         """num_real_tokens: of the step, on all ranks. num_copies: ranks that each compute the same
         terms, and of whose gradients the sum is taken."""
+        assert config.moe is not None, "a dense model has no routers"
         self._num_copies = num_copies
-        self._moe = moe
+        self._moe = config.moe
         self._num_real_tokens = num_real_tokens
-        self._losses = list[Tensor]()
-        self._totals = list[RoutingTotals]()
+        self._layers = routed_layers(config)
+        made = {"device": num_real_tokens.device}
+        shape = len(self._layers), self._moe.num_experts
+        self._counts_LE = torch.zeros(shape, dtype=torch.int64, **made)
+        self._entropy_sum_L = torch.zeros(shape[0], dtype=torch.float32, **made)
+        self._losses = torch.zeros(2, dtype=torch.float32, **made)
 
-    def add(self, routing: Routing, *, num_real_tokens: int) -> Tensor:
-        """What a micro-batch adds to the step's loss. To be called after its forward."""
-        records, moe = routing.records, self._moe
-        share = num_real_tokens / self._num_real_tokens
-        losses = torch.stack([load_balancing_loss(records, moe.num_experts), z_loss(records)])
-        losses = losses * share
-        self._losses.append(losses.detach())
-        told = [records[index] for index in sorted(records)]
-        counts = [each.counts_E for each in told if each.counts_E is not None]
-        self._totals.append(
-            RoutingTotals(
-                layers=tuple(sorted(records)),
-                num_tokens=num_real_tokens,
-                counts_LE=torch.stack(counts),
-                entropy_sum_L=torch.stack([each.entropy_sum for each in told]),
-            )
-        )
+    def watch(self, routing: Routing) -> Tensor | None:
+        """The `routing_sums` of the layers that were forwarded here, if any, and counts them."""
+        for layer, record in routing.records.items():
+            place = self._layers.index(layer)
+            if record.counts_E is not None:
+                self._counts_LE[place] += record.counts_E
+            self._entropy_sum_L[place] += record.entropy_sum
+        return routing_sums(routing.records) if routing.records else None
+
+    def loss(self, sums: Tensor, *, num_real_tokens: int) -> Tensor:
+        """What a micro-batch adds to the step's loss, by the `routing_sums` of all layers."""
+        moe, losses = self._moe, routing_losses(sums)
+        losses = losses * (num_real_tokens / self._num_real_tokens)
+        self._losses += losses.detach()
         coefficients = (moe.aux_loss_coefficient, moe.z_loss_coefficient)
         return (losses * losses.new_tensor(coefficients)).sum() / self._num_copies
 
     @property
     def losses(self) -> Tensor:
-        """[2]: the step's load-balancing loss and z-loss before their coefficients."""
-        return torch.stack(self._losses).sum(0)
+        """[2]: the step's load-balancing loss and z-loss before their coefficients, as far as this
+        rank has them."""
+        return self._losses
 
     def totals_over(self, parallel: Parallel) -> RoutingTotals:
-        """The sums over the step's micro-batches on all ranks: a collective."""
-        first, *rest = self._totals
-        totals = sum(rest, start=first)
-        counts = torch.cat([totals.counts_LE.double().flatten(), totals.entropy_sum_L.double()])
-        counts_LE, entropy_sum_L = parallel.sum_over_data(counts).split(
-            [totals.counts_LE.numel(), len(totals.layers)]
-        )
+        """The sums over the step's micro-batches and layers on all ranks: a collective."""
+        counts = torch.cat([self._counts_LE.double().flatten(), self._entropy_sum_L.double()])
+        counts = parallel.sum_over_stages(parallel.sum_over_data(counts))
+        counts_LE, entropy_sum_L = counts.split([self._counts_LE.numel(), len(self._layers)])
         return RoutingTotals(
-            layers=totals.layers,
+            layers=self._layers,
             num_tokens=round(self._num_real_tokens.item()),
-            counts_LE=counts_LE.view_as(totals.counts_LE).long(),
-            entropy_sum_L=entropy_sum_L.to(totals.entropy_sum_L.dtype),
+            counts_LE=counts_LE.view_as(self._counts_LE).long(),
+            entropy_sum_L=entropy_sum_L.to(self._entropy_sum_L.dtype),
         )
 
 
@@ -130,13 +133,15 @@ class StepRouters:
 def update_correction_biases(decoder: Decoder, totals: RoutingTotals) -> None:
     """Move each expert's bias by a fixed amount: up where it was chosen less than the mean.
 
-    Nothing happens where the record has no such bias or a rate of 0. Source: arXiv:2408.15664,
-    algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    Nothing happens where the record has no such bias or a rate of 0, nor to layers of other pipeline
+    stages. Source: arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     moe = decoder.config.moe
     if moe is None or not moe.correction_bias or not moe.correction_bias_update_rate:
         return
     for layer, counts_E in zip(totals.layers, totals.counts_LE.float(), strict=True):
+        if str(layer) not in decoder.layers:
+            continue
         bias_E = decoder.layers.get_submodule(f"{layer}.feed_forward.router").correction_bias
         assert isinstance(bias_E, Tensor), f"layer {layer} has no correction_bias"
         bias_E += moe.correction_bias_update_rate * torch.sign(counts_E.mean() - counts_E)

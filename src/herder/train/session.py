@@ -6,12 +6,14 @@ Owns the files of a run directory that are not checkpoints, and which sinks hear
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import yaml
+from torch.distributed.device_mesh import DeviceMesh
 
-from herder.checkpoint.directory import step_of
+from herder.checkpoint.directory import locked, step_of
 from herder.checkpoint.metadata import write_meta
 from herder.checkpoint.source import ModelSource
 from herder.config.run import RunConfig
@@ -20,6 +22,8 @@ from herder.observe.events import Bus, Notice, RunStarted, Sink
 from herder.observe.expert_map import ExpertMapSink
 from herder.observe.sinks import JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
+from herder.parallel.mesh import Rank, build_mesh, joined, refuse_other_world
+from herder.parallel.turns import first_rank_decides
 from herder.plan.training import TrainingPlan
 from herder.train.build import build_run
 from herder.train.device import choose_device, describe_device
@@ -42,15 +46,42 @@ def run_training(
     *,
     tokenizer: Path,
     stop: StopRequest,
+    rank: Rank | None = None,
 ) -> Outcome:
-    """Train from the start or go on, until done or asked to stop. Hold the directory's lock.
+    """Train from the start or go on, until done or asked to stop.
 
-    A run whose steps are all done already is told so and left alone.
+    rank: this process' among those of the plan; None: it is the only one. The first rank holds the
+    directory's lock, writes and tells. A run whose steps are all done already is left alone.
     """
+    device = choose_device(0 if rank is None else rank.local_index)
+    if rank is None:
+        with locked(Path(config.run_directory)):
+            return _run(config, source, plan, tokenizer, stop, device, None)
+    refuse_other_world(plan.mesh_axes, rank.count)
+    is_first = rank.index == 0
+    with ExitStack() as stack:
+        if is_first:
+            stack.enter_context(locked(Path(config.run_directory)))
+        timeout = config.train.collective_timeout_seconds
+        stack.enter_context(joined(rank, device, timeout_seconds=timeout))
+        mesh = build_mesh(plan.mesh_axes, device.type)
+        return _run(config, source, plan, tokenizer, stop, device, mesh)
+
+
+def _run(
+    config: RunConfig,
+    source: ModelSource,
+    plan: TrainingPlan,
+    tokenizer: Path,
+    stop: StopRequest,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> Outcome:
     run_directory = Path(config.run_directory)
-    bus = Bus(_sinks(config, run_directory))
+    is_first = mesh is None or mesh.get_rank() == 0
+    bus = Bus(_sinks(config, run_directory) if is_first else [])
     try:
-        checkpoint = find_checkpoint(run_directory, config, bus)
+        checkpoint = first_rank_decides(lambda: find_checkpoint(run_directory, config, bus))
         if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
             return _finished_before(checkpoint, config, bus)
         run = build_run(
@@ -58,10 +89,12 @@ def run_training(
             source,
             tokenizer=tokenizer,
             plan=plan,
-            device=choose_device(),
+            device=device,
+            mesh=mesh,
             is_resumed=checkpoint is not None,
         )
-        _write_run_files(run, plan)
+        if is_first:
+            _write_run_files(run, plan)
         first_step = 0 if checkpoint is None else step_of(checkpoint)
         bus.emit(_run_started(run, plan, first_step))
         start = run.progress(step=0, tokens=0)

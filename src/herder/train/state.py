@@ -10,10 +10,19 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from herder.checkpoint.metadata import ExperimentMeta
-from herder.checkpoint.run import DataPosition, Progress, TrainTensors
+from herder.checkpoint.run import (
+    DataPosition,
+    Progress,
+    TrainSources,
+    TrainTensors,
+    whole_sources,
+)
+from herder.checkpoint.stream import TensorSource
 from herder.config.run import RunConfig
 from herder.data.batch import MicroBatch
+from herder.families.weights import EMBEDDING, HEAD
 from herder.model.decoder import Decoder
+from herder.parallel.collect import Collector
 from herder.train.optimizer import optimizer_tensors
 from herder.train.step import StepSettings
 
@@ -34,7 +43,7 @@ class TrainRun:
     decoder: Decoder
     optimizer: AdamW
     micro_batches: Callable[[int], Sequence[MicroBatch]]
-    """The micro-batches of a step, counted from 0; a pure function."""
+    """This rank's micro-batches of a step, counted from 0; a pure function."""
     held_out: Callable[[], Sequence[MicroBatch]]
     """The held-out text, up to evaluate.max_tokens."""
     corpus: str
@@ -50,13 +59,29 @@ class TrainRun:
     peak_source: str
 
     def tensors(self) -> TrainTensors:
-        """All state by name, live."""
-        named = list(self.decoder.named_parameters())
+        """All state that this rank holds, live, by the names it has in one process."""
+        named = [(self._name(name), each) for name, each in self.decoder.named_parameters()]
         state = {**dict(named), **saved_buffers(self.decoder)}
         return TrainTensors(
             model={name: tensor.detach() for name, tensor in state.items()},
             optimizer=optimizer_tensors(self.optimizer, named),
+            is_part=len(self.decoder.layers) < self.decoder.config.num_layers,
         )
+
+    def sources(self) -> TrainSources:
+        """All state of the run, to be read whole: on several ranks by all of them together."""
+        tensors, mesh = self.tensors(), self.settings.parallel.mesh
+        if mesh is None:
+            return whole_sources(tensors)
+        model, optimizer = (Collector(each, mesh) for each in (tensors.model, tensors.optimizer))
+        return TrainSources(
+            TensorSource(model.shapes, model.read), TensorSource(optimizer.shapes, optimizer.read)
+        )
+
+    def _name(self, name: str) -> str:
+        """The last pipeline stage's copy of a tied embedding is not a parameter of its own."""
+        is_copy = name == HEAD and self.decoder.config.tie_embeddings
+        return EMBEDDING if is_copy else name
 
     def progress(self, *, step: int, tokens: int) -> Progress:
         """How far the run is after `step` steps."""

@@ -7,9 +7,9 @@ or who listens. The loss of held-out text goes through the same forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,22 +86,15 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     parallel, parameters = settings.parallel, list(decoder.parameters())
     weight, num_real_tokens = _step_tokens(micro_batches, settings)
-    moe = decoder.config.moe if routed_layers(decoder.config) else None
     routers = None
-    if moe is not None:
-        routers = StepRouters(moe, num_real_tokens=num_real_tokens, num_copies=parallel.num_copies)
-    losses = []
-    for number, host_batch in enumerate(micro_batches, 1):
-        batch = host_batch.to(settings.device)
-        routing = routing_of(decoder.config, batch, noise)
-        parallel.sync.expect_last(is_last=number == len(micro_batches))
-        loss = summed_loss(decoder, batch, settings, routing) / weight
-        losses.append(loss.detach())
-        if routers is not None and routing is not None:
-            loss = loss + routers.add(routing, num_real_tokens=host_batch.num_real_tokens)
-        loss.backward()
-    parallel.sync.finish()
-    numbers = torch.stack([torch.stack(losses).sum() / parallel.num_copies])
+    if routed_layers(decoder.config):
+        routers = StepRouters(
+            decoder.config, num_real_tokens=num_real_tokens, num_copies=parallel.num_copies
+        )
+    losses = LossSum(settings.device)
+    works = [StepWork(batch, settings, weight, losses, routers, noise) for batch in micro_batches]
+    _accumulate(decoder, works, parallel)
+    numbers = losses.total[None] / parallel.num_copies
     if routers is not None:
         numbers = torch.cat([numbers, routers.losses / parallel.num_copies])
     squared_norm = parallel.squared_norm(parameters)[None]
@@ -127,12 +120,110 @@ def train_step(
     return result
 
 
+def _accumulate(decoder: Decoder, works: Sequence[StepWork], parallel: Parallel) -> None:
+    """Forward and backward of all micro-batches; gradients are sums over all ranks then."""
+    if parallel.pipeline is not None:
+        parallel.pipeline.run(works)
+        return
+    for number, work in enumerate(works, 1):
+        parallel.sync.expect_last(is_last=number == len(works))
+        loss, _ = work.forward(decoder, work.tokens_T, None)
+        loss.backward()
+    parallel.sync.finish()
+
+
+class LossSum:
+    """What the last pipeline stage has of the losses of some micro-batches; zero elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float32, device=device)
+
+    def add(self, loss: Tensor) -> None:
+        self.total += loss.detach()
+
+
+class StepWork:
+    """One micro-batch of a step on its way through the model, or through the stages of it."""
+
+    def __init__(
+        self,
+        batch: MicroBatch,
+        settings: StepSettings,
+        weight: Tensor,
+        losses: LossSum,
+        routers: StepRouters | None,
+        noise: RouterNoise | None,
+    ) -> None:
+        self._batch = batch
+        self._settings = settings
+        self._weight = weight
+        self._losses = losses
+        self._routers = routers
+        self._noise = noise
+
+    @property
+    def tokens_T(self) -> Tensor:
+        """What goes into the first stage."""
+        return self._batch.tokens_T.to(self._settings.device)
+
+    def forward(
+        self, decoder: Decoder, x: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A stage's hidden states, and the `routing_sums` of all layers so far; of the last stage,
+        what is to be differentiated."""
+        batch = self._batch.to(self._settings.device)
+        routing = routing_of(decoder.config, batch, self._noise)
+        out = summed_loss(decoder, batch, self._settings, routing, x=x)
+        if self._routers is not None and routing is not None:
+            own = self._routers.watch(routing)
+            if own is not None:
+                carried = own if carried is None else carried + own
+        if decoder.head is None:
+            return out, carried
+        loss = out / self._weight
+        self._losses.add(loss)
+        if self._routers is not None and carried is not None:
+            loss = loss + self._routers.loss(carried, num_real_tokens=self._batch.num_real_tokens)
+        return loss, None
+
+
+class HeldOutWork:
+    """One micro-batch of held-out text on its way through the model, or through the stages."""
+
+    def __init__(self, batch: MicroBatch, settings: StepSettings, losses: LossSum) -> None:
+        self._batch = batch
+        self._settings = settings
+        self._losses = losses
+
+    @property
+    def tokens_T(self) -> Tensor:
+        """What goes into the first stage."""
+        return self._batch.tokens_T.to(self._settings.device)
+
+    def forward(
+        self, decoder: Decoder, x: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A stage's hidden states; of the last one, the summed loss."""
+        batch = self._batch.to(self._settings.device)
+        routing = routing_of(decoder.config, batch)
+        out = summed_loss(decoder, batch, self._settings, routing, x=x)
+        if decoder.head is not None:
+            self._losses.add(out)
+        return out, carried
+
+
 def summed_loss(
-    decoder: Decoder, batch: MicroBatch, settings: StepSettings, routing: Routing | None
+    decoder: Decoder,
+    batch: MicroBatch,
+    settings: StepSettings,
+    routing: Routing | None,
+    *,
+    x: Tensor | None = None,
 ) -> Tensor:
     """The weighted cross-entropy of one micro-batch, summed: a scalar in fp32 on the device.
 
-    The batch is on the device already.
+    The batch is on the device already. x: what a later pipeline stage gets in place of the tokens;
+    a stage without a head gives hidden_TD.
     """
     readout = LossReadout(
         batch.targets_T,
@@ -143,7 +234,10 @@ def summed_loss(
     attend = PackedAttend(batch.document_lengths, device=settings.device.type, routing=routing)
     with _autocast(settings):
         return decoder(
-            batch.tokens_T, positions_T=batch.positions_T, attend=attend, readout=readout
+            batch.tokens_T if x is None else x,
+            positions_T=batch.positions_T,
+            attend=attend,
+            readout=readout,
         )
 
 
@@ -154,18 +248,52 @@ def held_out_loss(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[float, int] | None:
-    """(mean loss in nats, number of tokens it is over), without gradients; None if stopped."""
+    """(mean loss in nats, number of tokens it is over), without gradients; None if stopped.
+
+    micro_batches: all there are, on every rank, which then takes its share. is_stopped is asked on
+    all ranks equally often, and must tell them the same.
+    """
+    parallel = settings.parallel
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    weight = sum(batch.num_loss_tokens for batch in micro_batches)
+    assert weight > 0, "held-out text without a single target"
     with torch.no_grad():
-        for batch in micro_batches:
+        for batches in _rounds(micro_batches, parallel):
             if is_stopped():
                 return None
-            weight += batch.num_loss_tokens
-            batch = batch.to(settings.device)
-            routing = routing_of(decoder.config, batch)
-            total += summed_loss(decoder, batch, settings, routing).double().cpu()
-    assert weight > 0, "held-out text without a single target"
+            losses = LossSum(settings.device)
+            works = [HeldOutWork(batch, settings, losses) for batch in batches]
+            if parallel.pipeline is None:
+                for work in works:
+                    work.forward(decoder, work.tokens_T, None)
+            else:
+                parallel.pipeline.run_forward(works)
+            total += losses.total.double().cpu()
+        parallel.sync.release()
+    total = parallel.sum_over_all((total / parallel.num_copies).to(settings.device))
     return float(total) / weight, round(weight)
+
+
+def _rounds(
+    micro_batches: Sequence[MicroBatch], parallel: Parallel
+) -> Iterator[Sequence[MicroBatch]]:
+    """This rank's share of them, a forward or a pipeline's worth at a time.
+
+    All ranks have as many, and a pipeline has them of one size: what is missing is filled up by
+    copies and by padding that weigh nothing.
+    """
+    index, count = parallel.data_shard
+    at_once = 1 if parallel.pipeline is None else parallel.pipeline.num_forwards
+    num_rounds = -(-len(micro_batches) // (count * at_once))
+    longest = max(batch.num_tokens for batch in micro_batches)
+    first = micro_batches[0]
+    nothing = replace(first, weights_T=torch.zeros_like(first.weights_T))
+    filled = [*micro_batches, *[nothing] * (num_rounds * count * at_once - len(micro_batches))]
+    own = filled[index::count]
+    if parallel.pipeline is not None:
+        own = [batch.padded_to(longest) for batch in own]
+    for start in range(0, len(own), at_once):
+        yield own[start : start + at_once]
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ from herder.checkpoint.run import (
     TrainTensors,
     load_checkpoint,
     save_checkpoint,
+    whole_sources,
 )
 from herder.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def save(run: Path, state: TrainTensors, *, step: int, keep_last: int = 3) -> Sa
     files = {"config.json": b"{}"}
     return save_checkpoint(
         run,
-        state,
+        whole_sources(state),
         progress=progress,
         meta=meta(step),
         model_files=files,
@@ -200,7 +201,7 @@ def test_a_save_that_cannot_be_written_leaves_nothing_and_spares_earlier_ones(
     with files_no_longer_than(limit), pytest.raises(CheckpointError, match="could not be written"):
         save_checkpoint(
             tmp_path,
-            big,
+            whole_sources(big),
             progress=Progress(
                 step=2,
                 tokens=0,
@@ -247,7 +248,7 @@ class Endless(dict):
         print("in the middle", flush=True)
         time.sleep(600)
 t.save(Path(sys.argv[1]), t.tensors(seed=1), step=1)
-t.save_checkpoint(Path(sys.argv[1]), t.tensors(seed=2), progress=t.Progress(
+t.save_checkpoint(Path(sys.argv[1]), t.whole_sources(t.tensors(seed=2)), progress=t.Progress(
     step=2, tokens=0, data=t.DataPosition(corpus="c", seed=0, step=2), schedule={}), meta=t.meta(2),
     model_files=Endless(), keep_last=1)
 """

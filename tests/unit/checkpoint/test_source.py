@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from herder.checkpoint.huggingface import save_huggingface
 from herder.checkpoint.metadata import ExperimentMeta
-from herder.checkpoint.run import DataPosition, Progress, TrainTensors, save_checkpoint
+from herder.checkpoint.run import (
+    DataPosition,
+    Progress,
+    TrainTensors,
+    save_checkpoint,
+    whole_sources,
+)
 from herder.checkpoint.source import resolve_model
 from herder.errors import CheckpointError, ModelError, WeightsError
 from herder.families.registry import architecture_to_hf
@@ -118,9 +124,11 @@ def test_a_tied_model_whose_file_holds_two_different_matrices_is_read_as_untied(
 def save_run(decoder: Decoder, run: Path, step: int) -> None:
     architecture = decoder.config.model_dump(mode="json")
     config = json.dumps(architecture_to_hf(decoder.config, family="llama"))
+    optimizer = {"step": torch.ones(1)}
+    tensors = TrainTensors(model=dict(decoder.named_parameters()), optimizer=optimizer)
     save_checkpoint(
         run,
-        TrainTensors(model=dict(decoder.named_parameters()), optimizer={"step": torch.ones(1)}),
+        whole_sources(tensors),
         progress=Progress(
             step=step, tokens=0, data=DataPosition(corpus="", seed=0, step=step), schedule={}
         ),

@@ -12,7 +12,7 @@ from herder.checkpoint.metadata import ExperimentMeta, config_hash, write_meta
 from herder.checkpoint.source import resolve_model
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
-from herder.errors import ConfigError, PlanError
+from herder.errors import ConfigError
 from herder.train.prepare import describe_end, describe_plan, plan_run
 
 SOURCE = resolve_model("smollm2-135m")
@@ -69,15 +69,11 @@ def test_a_run_that_goes_on_keeps_the_values_it_was_planned_with(tmp_path: Path)
     assert (again.train.micro_batch_size, again.train.global_batch_tokens) == (7, 896)
 
 
-def test_more_than_one_rank_is_refused_before_anything_starts() -> None:
-    wide = config().model_copy(update={"cluster": load_cluster({"nodes": 2, "gpus_per_node": 8})})
-    with pytest.raises(PlanError, match=r"16 ranks.*this build trains on one"):
-        plan_run(wide, SOURCE)
-
-
-def load_cluster(fields: dict[str, Any]) -> Any:
-    recipe = {"model": {"source": "smollm2-135m", "initialize": "random"}, "cluster": fields}
-    return RunConfig.model_validate(recipe).cluster
+def test_a_run_without_a_cluster_is_planned_for_the_ranks_that_were_started() -> None:
+    alone, started = plan_run(config(), SOURCE)[1], plan_run(config(), SOURCE, num_ranks=3)[1]
+    assert alone.layout.num_ranks == 1
+    assert started.layout.num_ranks == 3
+    assert started.global_batch_tokens == 3 * started.micro_batch_tokens
 
 
 def test_a_schedule_longer_than_the_run_is_refused() -> None:

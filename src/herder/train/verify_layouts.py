@@ -1,0 +1,210 @@
+"""Which layouts `herder verify` tries: their short names, the full list, and a plan scaled down.
+
+Owns the words `tp=2,pp=2` and their plans. Whether a layout is legal is the planner's to say, how
+it is run is verify's. Imports no torch: a mistyped layout is refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
+from herder.config.catalog import gpu
+from herder.config.run import ClusterConfig, LayoutConfig, PipelineSchedule, TrainConfig
+from herder.errors import ConfigError, PlanError, close_match
+from herder.plan.training import TrainingPlan, plan_training
+
+MAX_RANKS = 8
+SEQUENCE_LENGTH = 64
+MIN_MICRO_BATCHES = 8
+"""Of a step over all ranks: two a rank at least where data is split and stages take turns."""
+DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+"""dp copies what fsdp shards out; both read different micro-batches."""
+LATER = {"cp": "context parallelism", "ep": "expert parallelism"}
+SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
+_VALUES = {"zero": ("1", "2", "3"), "schedule": SCHEDULES, "recompute": ("none", "full")}
+_EXAMPLES = "tp=2,pp=2 or fsdp=2,zero=1"
+
+
+@dataclass(frozen=True)
+class VerifyLayout:
+    """One layout to try, as it was asked for."""
+
+    text: str
+    degrees: Mapping[str, int]
+    """Of each of DEGREES."""
+    zero: Literal[1, 2, 3] | None = None
+    schedule: PipelineSchedule | None = None
+    recompute: Literal["none", "full"] = "none"
+
+    @property
+    def num_ranks(self) -> int:
+        """Experts are spread over ranks that are there anyway."""
+        return prod(degree for name, degree in self.degrees.items() if name != "ep")
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different micro-batches."""
+        return self.degrees["dp"] * self.degrees["fsdp"]
+
+
+def parse_layout(text: str) -> VerifyLayout:
+    """`fsdp=2,zero=1,tp=2` as a record. Raises ConfigError with a close match."""
+    given = dict[str, str]()
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in (*DEGREES, *_VALUES):
+            known = close_match(name, (*DEGREES, *_VALUES))
+            raise ConfigError(
+                f"--layouts {text}: {part.strip()!r} is no key=value. {known} "
+                f"For example {_EXAMPLES}."
+            )
+        if name in given:
+            raise ConfigError(f"--layouts {text}: {name} is given twice.")
+        _check_value(text, name, value)
+        given[name] = value
+    degrees = {name: int(given.get(name, 1)) for name in DEGREES}
+    _refuse_lonely(text, given, degrees)
+    values: dict[str, Any] = {
+        name: given[name] for name in ("schedule", "recompute") & given.keys()
+    }
+    if degrees["fsdp"] > 1:
+        values["zero"] = int(given.get("zero", 3))
+    return VerifyLayout(text=text, degrees=degrees, **values)
+
+
+def _check_value(text: str, name: str, value: str) -> None:
+    if name in DEGREES:
+        if not value.isdecimal() or not int(value):
+            raise ConfigError(f"--layouts {text}: {name} is a number of ranks, given {value!r}.")
+    elif value not in _VALUES[name]:
+        match = close_match(value, _VALUES[name])
+        raise ConfigError(f"--layouts {text}: {name}={value} does not exist. {match}")
+
+
+def _refuse_lonely(text: str, given: Mapping[str, str], degrees: Mapping[str, int]) -> None:
+    """What says how an axis works means nothing without the axis."""
+    for name, axis in (("zero", "fsdp"), ("schedule", "pp")):
+        if name in given and degrees[axis] == 1:
+            raise ConfigError(
+                f"--layouts {text}: {name} is of {axis}, which is not split here. "
+                f"Add {axis}=2, or leave {name} out."
+            )
+
+
+def every_layout() -> list[VerifyLayout]:
+    """Every axis alone, in pairs, and in triples that fill eight ranks; the slow ones last."""
+    stages = [f"pp=2,schedule={schedule}" for schedule in SCHEDULES]
+    alone = ["dp=2", *(f"fsdp=2,zero={stage}" for stage in (1, 2, 3)), "tp=2", "tp=4", *stages]
+    pairs = [
+        *("recompute=full", "fsdp=2,recompute=full", "tp=2,recompute=full"),
+        *("dp=2,tp=2", "dp=2,fsdp=2,zero=1", "dp=2,fsdp=2"),
+        *(f"fsdp=2,zero={stage},tp=2" for stage in (1, 2, 3)),
+        *("pp=4", "dp=2,pp=2", "fsdp=2,zero=1,pp=2", "fsdp=2,pp=2"),
+        *(f"tp=2,{each}" for each in stages),
+    ]
+    triples = [
+        *("dp=2,tp=2,pp=2", "fsdp=2,zero=1,tp=2,pp=2", "fsdp=2,tp=2,pp=2"),
+        *("dp=2,fsdp=2,tp=2", "dp=2,fsdp=2,pp=2", "fsdp=2,tp=4"),
+        "fsdp=2,zero=1,tp=2,pp=2,recompute=full",
+    ]
+    return [parse_layout(text) for text in (*alone, *pairs, *triples)]
+
+
+def parse_layouts(texts: Iterable[str]) -> list[VerifyLayout]:
+    """Layouts in the order given, each once; `all` stands for every one."""
+    found = dict[str, VerifyLayout]()
+    for text in texts:
+        layouts = every_layout() if text == "all" else [parse_layout(text)]
+        found.update((layout.text, layout) for layout in layouts)
+    return list(found.values())
+
+
+def num_micro_batches(layouts: Iterable[VerifyLayout]) -> int:
+    """Of a step, in all layouts alike: every number of ranks that they split data over divides it.
+
+    Layouts that no plan exists for are not asked.
+    """
+    runnable = [layout for layout in layouts if layout.num_ranks <= MAX_RANKS]
+    each = lcm(*(layout.num_data_ranks for layout in runnable))
+    return each * -(-MIN_MICRO_BATCHES // each)
+
+
+def plan_layout(
+    architecture: ArchitectureConfig, layout: VerifyLayout, *, num_micro_batches: int
+) -> TrainingPlan:
+    """The plan that is run. Raises PlanError with the reason where there is none."""
+    degrees = layout.degrees
+    for name, axis in LATER.items():
+        if degrees[name] > 1:
+            raise PlanError(f"{name}={degrees[name]}: {axis} cannot be run by this build yet.")
+    if layout.num_ranks > MAX_RANKS:
+        raise PlanError(f"{layout.num_ranks} ranks; at most {MAX_RANKS} are started here.")
+    fields = {
+        "tensor_parallel_size": degrees["tp"],
+        "pipeline_parallel_size": degrees["pp"],
+        "zero_stage": layout.zero or 0,
+        "data_parallel_replicas": degrees["dp"] if layout.zero else 1,
+        "pipeline_schedule": layout.schedule or "auto",
+    }
+    try:
+        given = LayoutConfig.model_validate(fields)
+    except ValidationError as error:  # the record's own rules are the planner's too
+        raise PlanError(error.errors()[0]["msg"]) from None
+    plan = plan_training(
+        architecture,
+        ClusterConfig(nodes=1, gpus_per_node=layout.num_ranks, gpu=gpu("cpu")),
+        TrainConfig(
+            sequence_length=SEQUENCE_LENGTH,
+            micro_batch_size=1,
+            global_batch_tokens=num_micro_batches * SEQUENCE_LENGTH,
+            precision="fp32",
+            recompute=layout.recompute,
+        ),
+        given,
+    )
+    assert plan.global_batch_tokens == num_micro_batches * SEQUENCE_LENGTH, plan.adjustments
+    return plan
+
+
+def scaled_down(plan: TrainingPlan, architecture: ArchitectureConfig) -> tuple[VerifyLayout, str]:
+    """(the plan's layout on few ranks, how it was made): which axes are split stays, as do the ZeRO
+    stage, the schedule and recompute. `architecture` is the one that the plan is for."""
+    layout = plan.layout
+    replicas = layout.data_parallel_replicas if layout.zero_stage else layout.data_parallel_size
+    sizes = {
+        "dp": replicas,
+        "fsdp": layout.data_parallel_size // replicas,
+        "tp": layout.tensor_parallel_size,
+        "pp": layout.pipeline_parallel_size,
+        "cp": layout.context_parallel_size,
+        "ep": layout.expert_parallel_size,
+    }
+    degrees = {name: _smallest_divisor(size) for name, size in sizes.items() if size > 1}
+    attention = architecture.attention
+    grouped = isinstance(attention, GroupedQueryAttention)
+    copies_heads = grouped and sizes["tp"] > attention.num_key_value_heads
+    if copies_heads and prod(degrees.values()) * 2 <= MAX_RANKS:
+        degrees["tp"] = 4
+    words = [f"{name}={degree}" for name, degree in degrees.items()]
+    if "fsdp" in degrees:
+        words.append(f"zero={layout.zero_stage}")
+    if "pp" in degrees:
+        words.append(f"schedule={plan.pipeline_schedule}")
+    if plan.recompute == "full":
+        words.append("recompute=full")
+    small = parse_layout(",".join(words) or "dp=1")
+    told = (
+        f"The plan of {plan.model}: {layout.told()} on {layout.num_ranks:,} ranks. Run here as "
+        f"{small.text} on {small.num_ranks}: every axis that is split stays so"
+    )
+    return small, told + (", by fewer ranks." if small.num_ranks < layout.num_ranks else ".")
+
+
+def _smallest_divisor(number: int) -> int:
+    return next(each for each in range(2, number + 1) if number % each == 0)

@@ -85,6 +85,28 @@ class Layout(Record):
         return ", ".join([*words, f"ZeRO-{self.zero_stage}{told}"])
 
 
+def make_layout(
+    *, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage, copies: int = 1
+) -> Layout:
+    """A Layout from short names."""
+    return Layout(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        context_parallel_size=cp,
+        expert_parallel_size=ep,
+        data_parallel_replicas=copies,
+        zero_stage=zero_stage,
+    )
+
+
+def sequence_multiple(layout: Layout) -> int:
+    """Tokens of a sequence are a multiple of this: tensor parallelism splits the residual stream,
+    context parallelism gives each rank a part of the first half and one of the second."""
+    cp = layout.context_parallel_size
+    return layout.tensor_parallel_size * (2 * cp if cp > 1 else 1)
+
+
 def fast_domain_size(cluster: ClusterConfig) -> int:
     """Devices that tensor parallelism may span: a node, or a rack whose fabric is one (NVL72)."""
     domain = cluster_gpu(cluster).fast_domain_gpus
@@ -102,6 +124,8 @@ def tensor_degree_problem(
     sizes: dict[str, int | None] = {"num_attention_heads": attention.num_attention_heads}
     if isinstance(attention, GroupedQueryAttention):
         heads = attention.num_key_value_heads
+        if degree > heads and attention.qk_norm == "projection":
+            return f"exceeds num_key_value_heads={heads}, which are normed as one and not copied"
         sizes["num_key_value_heads"] = None if copies_kv_heads and degree % heads == 0 else heads
     sizes["vocab_size"] = architecture.vocab_size
     if mlp is not None:

@@ -13,6 +13,7 @@ from herder.config.record import Record
 from herder.config.run import LayoutConfig
 from herder.errors import PlanError
 from herder.plan.candidate import Candidate, Recompute, Request
+from herder.plan.given import given_layouts
 from herder.plan.layout import (
     MAX_DATA_PARALLEL_RANKS,
     Layout,
@@ -21,7 +22,8 @@ from herder.plan.layout import (
     fast_domain_size,
     legal_expert_degrees,
     legal_tensor_degrees,
-    tensor_degree_problem,
+    make_layout,
+    sequence_multiple,
 )
 from herder.plan.memory import MemoryGb, cannot_fit, training_memory
 from herder.plan.pipeline import chosen_schedule, count_problem, legal_count, schedule_problem
@@ -89,21 +91,6 @@ def _layouts(
                 yield make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=stage)
 
 
-def make_layout(
-    *, tp: int, pp: int, dp: int, cp: int, ep: int, zero_stage: ZeroStage, copies: int = 1
-) -> Layout:
-    """A Layout from short names."""
-    return Layout(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        data_parallel_size=dp,
-        context_parallel_size=cp,
-        expert_parallel_size=ep,
-        data_parallel_replicas=copies,
-        zero_stage=zero_stage,
-    )
-
-
 def _context_degrees(request: Request) -> list[int]:
     longest = request.train.sequence_length // MIN_TOKENS_PER_CONTEXT_RANK
     largest = max(1, min(MAX_CONTEXT_PARALLEL_SIZE, request.cluster.num_gpus, longest))
@@ -151,15 +138,15 @@ def _schedule_problem(candidate: Candidate) -> str | None:
 def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
     """Powers of two up to the target, those first that divide the global batch.
 
-    A micro-batch's tokens are a multiple of TP, and of twice CP, so that every rank gets as many.
+    None of them where sequences cannot be split evenly: held-out text ends in any number of them.
     """
-    train, cp = request.train, layout.context_parallel_size
+    train = request.train
+    if train.sequence_length % sequence_multiple(layout):
+        return []
     largest = max(1, MICRO_BATCH_TARGET_TOKENS[request.gpu.kind] // train.sequence_length)
     sizes = [2**power for power in reversed(range(largest.bit_length()))]
     if train.micro_batch_size is not None:
         sizes = [train.micro_batch_size]
-    multiple = layout.tensor_parallel_size * (2 * cp if cp > 1 else 1)
-    sizes = [size for size in sizes if size * train.sequence_length % multiple == 0]
     batch = train.global_batch_tokens or request.typical_batch_tokens
     if batch is None or train.micro_batch_size is not None:
         return sizes
@@ -206,7 +193,7 @@ def _why_none(request: Request, layout: Layout) -> str:
     """Of a layout for which there is no candidate at all."""
     sizes = _micro_batch_sizes(request, layout)
     if not sizes:
-        return "the tokens of a micro-batch are no multiple of TP and twice CP"
+        return f"a sequence is no multiple of {sequence_multiple(layout)} tokens (TP and twice CP)"
     times = _num_micro_batches(request, layout, sizes[-1])
     candidate = Candidate(request, layout, sizes[-1], times, request.train.recompute)
     return f"pipeline_schedule={candidate.schedule} {_schedule_problem(candidate)}"
@@ -296,7 +283,7 @@ def choose_given(request: Request, given: LayoutConfig) -> Choice:
 
     Raises PlanError when the degrees are illegal or do not fit.
     """
-    layouts = _given_layouts(request, given)
+    layouts = given_layouts(request, given)
     _check_schedule(request, layouts)
     chosen, rejected = _first(request, layouts, is_capped=False)
     if chosen is None:
@@ -306,64 +293,6 @@ def choose_given(request: Request, given: LayoutConfig) -> Choice:
             "leave layout: auto."
         )
     return chosen, rejected
-
-
-def _given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
-    architecture, cluster, model = request.sizes.architecture, request.cluster, request.model
-    tp, pp = given.tensor_parallel_size, given.pipeline_parallel_size
-    cp, ep = given.context_parallel_size, given.expert_parallel_size
-    problem = tensor_degree_problem(architecture, tp, copies_kv_heads=True)
-    if problem is not None:
-        legal = ", ".join(map(str, legal_tensor_degrees(architecture, cluster)))
-        raise PlanError(
-            f"layout: tensor_parallel_size={tp} {problem} ({model}).\n"
-            f"Legal on this cluster: {legal}. Leave layout: auto to have one chosen."
-        )
-    if pp > architecture.num_layers:
-        raise PlanError(
-            f"layout: pipeline_parallel_size={pp} exceeds the {architecture.num_layers} layers of "
-            f"{model}. At most one stage a layer is possible."
-        )
-    dp, rest = divmod(cluster.num_gpus, tp * pp * cp)
-    if rest:
-        raise PlanError(
-            f"layout: tensor_parallel_size x pipeline_parallel_size x context_parallel_size = "
-            f"{tp} x {pp} x {cp} = {tp * pp * cp} does not divide the cluster's "
-            f"{cluster.num_gpus} devices ({cluster.nodes} x {cluster.gpus_per_node})."
-        )
-    copies = given.data_parallel_replicas
-    _check_copies(given, dp)
-    legal_experts = legal_expert_degrees(architecture, dp // copies)
-    if ep not in legal_experts:
-        raise PlanError(
-            f"layout: expert_parallel_size={ep} must divide the experts of {model} and its {dp} "
-            f"data-parallel ranks. Legal here: {', '.join(map(str, legal_experts))}."
-        )
-    stages: tuple[ZeroStage, ...] = (1, 2, 3) if dp * cp > 1 else (0,)
-    if given.zero_stage is not None:
-        stages = (given.zero_stage,)
-    degrees = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "copies": copies}
-    return [make_layout(**degrees, zero_stage=stage) for stage in stages]
-
-
-def _check_copies(given: LayoutConfig, dp: int) -> None:
-    """Refuse copies that the data-parallel ranks cannot be divided into, or that share nothing."""
-    copies = given.data_parallel_replicas
-    if copies == 1:
-        return
-    where = f"layout: data_parallel_replicas={copies}"
-    if given.zero_stage == 0:
-        raise PlanError(
-            f"{where} goes with ZeRO 1 to 3: zero_stage=0 keeps a copy on every one of the {dp} "
-            "data-parallel ranks. Leave data_parallel_replicas out, or set zero_stage: 1 or more."
-        )
-    legal = [number for number in divisors(dp) if number < dp]
-    if copies not in legal:
-        options = ", ".join(map(str, legal)) or "1"
-        raise PlanError(
-            f"{where} must divide the {dp} data-parallel ranks into groups of two or more. "
-            f"Legal here: {options}."
-        )
 
 
 def _check_schedule(request: Request, layouts: list[Layout]) -> None:

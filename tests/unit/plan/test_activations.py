@@ -23,8 +23,8 @@ from herder.model.attend import PackedAttend
 from herder.model.build import build_decoder, materialize
 from herder.model.routing import Routing
 from herder.plan.candidate import Candidate, Request
+from herder.plan.layout import make_layout
 from herder.plan.memory import layer_bytes_per_token
-from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes
 
 TOKENS = 64

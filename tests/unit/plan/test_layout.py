@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from herder.config.architecture import ArchitectureConfig
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.config.run import ClusterConfig, TrainConfig
 from herder.plan.candidate import Request
 from herder.plan.layout import (
@@ -14,8 +14,10 @@ from herder.plan.layout import (
     growing_clusters,
     legal_expert_degrees,
     legal_tensor_degrees,
+    make_layout,
+    tensor_degree_problem,
 )
-from herder.plan.search import all_layouts, layouts_by_simplicity, make_layout
+from herder.plan.search import all_layouts, layouts_by_simplicity
 from herder.plan.stages import ModelSizes
 
 Published = Callable[[str], ArchitectureConfig]
@@ -147,3 +149,21 @@ def test_clusters_grow_from_parts_of_a_node() -> None:
     assert sizes[:5] == [(1, 2), (1, 4), (1, 8), (2, 8), (3, 8)]
     large = next(growing_clusters(asked, 100.0))
     assert large.num_gpus == 104
+
+
+def test_copies_of_the_sharded_state_are_an_axis_of_the_mesh() -> None:
+    layout = make_layout(tp=2, pp=1, dp=8, cp=1, ep=1, zero_stage=2, copies=2)
+    assert (layout.mesh_axes["dp"], layout.mesh_axes["fsdp"]) == (2, 4)
+    assert (layout.num_ranks, layout.num_data_ranks, layout.num_shards) == (16, 8, 4)
+    assert layout.told() == "TP 2, DP 8, ZeRO-2 in 2 copies"
+
+
+def test_heads_that_are_normed_as_one_are_not_copied(published: Published) -> None:
+    plain = published("olmoe")
+    assert isinstance(plain.attention, GroupedQueryAttention)
+    few = plain.attention.model_copy(update={"num_key_value_heads": 2})
+    assert few.qk_norm == "projection"
+    grouped = plain.model_copy(update={"attention": few})
+    problem = tensor_degree_problem(grouped, 4, copies_kv_heads=True)
+    assert problem == "exceeds num_key_value_heads=2, which are normed as one and not copied"
+    assert tensor_degree_problem(grouped, 2, copies_kv_heads=True) is None

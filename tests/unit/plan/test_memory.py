@@ -8,9 +8,8 @@ import pytest
 from herder.config.architecture import ArchitectureConfig
 from herder.config.run import ClusterConfig, TrainConfig
 from herder.plan.candidate import FULL, MIXED, Candidate, Request
-from herder.plan.layout import Layout
+from herder.plan.layout import Layout, make_layout
 from herder.plan.memory import MemoryGb, layer_bytes_per_token, state_bytes, training_memory
-from herder.plan.search import make_layout
 from herder.plan.stages import ModelSizes, RankParameters
 
 Published = Callable[[str], ArchitectureConfig]
@@ -19,8 +18,10 @@ N = 1_000_000
 TRAIN = TrainConfig(sequence_length=4096, loss_chunk_tokens=512)
 
 
-def layout(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, zero_stage: int = 0) -> Layout:
-    return make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage)
+def layout(
+    *, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, zero_stage: int = 0, copies: int = 1
+) -> Layout:
+    return make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage, copies=copies)
 
 
 def memory(
@@ -69,6 +70,27 @@ def test_the_405b_plan_and_its_largest_rank(published: Published) -> None:
 def test_a_higher_zero_stage_never_keeps_more(name: str, published: Published) -> None:
     states = [memory(published(name), layout(dp=8, zero_stage=s)).state for s in range(4)]
     assert states == sorted(states, reverse=True)
+
+
+def test_state_is_shared_out_within_one_copy_of_it(published: Published) -> None:
+    llama = published("llama-3-8b")
+    copied = memory(llama, layout(dp=16, zero_stage=3, copies=2))
+    one = memory(llama, layout(dp=8, zero_stage=3))
+    assert copied.state == one.state
+    assert copied.largest_rank_state == one.largest_rank_state
+
+
+def test_fp32_reduction_keeps_whole_fp32_gradients_while_zero_1_accumulates(
+    published: Published,
+) -> None:
+    in_fp32 = TRAIN.model_copy(update={"gradient_dtype": "fp32"})
+    llama, num = published("llama-2-7b"), 6_738_415_616
+    for stage, more in ((0, 0), (1, 2 * num), (2, 0), (3, 0)):
+        of = layout(dp=8, zero_stage=stage)
+        half, full = memory(llama, of), memory(llama, of, in_fp32)
+        assert full.state == half.state, "the 16N rule is for bf16"
+        grown = (full.largest_rank_state - half.largest_rank_state) * 1e9
+        assert grown == pytest.approx(more)
 
 
 def test_more_shards_never_keep_more(published: Published) -> None:

@@ -10,7 +10,7 @@ from herder.config.catalog import gpu
 from herder.config.run import ClusterConfig, TrainConfig
 from herder.plan.candidate import Candidate, Request
 from herder.plan.flops import flops_per_token
-from herder.plan.search import make_layout
+from herder.plan.layout import make_layout
 from herder.plan.stages import ModelSizes
 from herder.plan.step_time import (
     COLLECTIVE_BANDWIDTH_SHARE,

@@ -253,6 +253,12 @@ def test_a_given_layout_is_planned_as_given(published: Published) -> None:
             r"tensor_parallel_size=8 does not divide num_attention_heads=9.*\nLegal .*: 1\.",
         ),
         (LayoutConfig(pipeline_parallel_size=31), "exceeds the 30 layers"),
+        (
+            LayoutConfig(data_parallel_replicas=3),
+            r"data_parallel_replicas=3 must divide the 8 data-parallel.*Legal here: 1, 2, 4\.",
+        ),
+        (LayoutConfig(data_parallel_replicas=8), r"groups of two or more.*Legal here: 1, 2, 4\."),
+        (LayoutConfig(data_parallel_replicas=2, zero_stage=0), r"goes with ZeRO 1 to 3"),
         (LayoutConfig(pipeline_parallel_size=3), r"does not divide the cluster's 8 devices"),
         (LayoutConfig(expert_parallel_size=2), r"expert_parallel_size=2 must divide"),
     ],
@@ -268,6 +274,28 @@ def test_a_given_layout_that_does_not_fit_is_refused_stage_by_stage(published: P
     given = LayoutConfig(tensor_parallel_size=8)
     with pytest.raises(PlanError, match=r"TP 8, ZeRO-0: needs [\d.,]+ GB"):
         plan_training(published("llama-3-70b"), NODE, TrainConfig(), given, model="m")
+
+
+def test_sequences_that_ranks_cannot_share_evenly_are_refused(published: Published) -> None:
+    train = TrainConfig(sequence_length=511)
+    told = r"tensor_parallel_size=8 parts.*sequence_length=511 .*\nTry --set .*=512\."
+    with pytest.raises(PlanError, match=told):
+        plan_training(
+            published("llama-3-8b"), NODE, train, LayoutConfig(tensor_parallel_size=8), model="m"
+        )
+
+
+def test_whole_state_sums_gradients_in_fp32_whatever_was_asked(published: Published) -> None:
+    train = TrainConfig(sequence_length=512, gradient_dtype="bf16")
+    smollm = published("smollm2-135m")
+    whole = plan_training(smollm, NODE, train, LayoutConfig(zero_stage=0), model="m")
+    assert whole.precision.gradients == "fp32"
+    assert whole.adjustments[0].startswith("gradient_dtype bf16 -> fp32: DP 8, ZeRO-0 keeps")
+    sharded = plan_training(smollm, NODE, train, LayoutConfig(zero_stage=1), model="m")
+    assert (sharded.precision.gradients, sharded.adjustments) == ("bf16", ())
+    full = TrainConfig(sequence_length=512, gradient_dtype="fp32")
+    sharded = plan_training(smollm, NODE, full, LayoutConfig(zero_stage=1), model="m")
+    assert (sharded.precision.gradients, sharded.precision.parameters) == ("fp32", "bf16")
 
 
 def test_the_fastest_layout_is_not_searched_when_one_is_given(published: Published) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import click
 from herder.cli import models
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
+from herder.errors import PlanError
+from herder.parallel.launch import job_of_plan, launch, shortage_of_plan
+from herder.parallel.seat import seated, speaks_for_all
+from herder.parallel.world import rank_from_environment, refuse_other_world
 from herder.train.interrupt import StopRequest
 from herder.train.prepare import describe_end, describe_plan, plan_run
 from herder.train.source import find_model
@@ -27,26 +32,40 @@ from herder.train.source import find_model
 def command(recipe: Path, overrides: tuple[str, ...]) -> int:
     """Train the model of RECIPE in its run_directory, or go on from its newest checkpoint.
 
-    Ctrl-C and SIGTERM finish the step and save; the same command then goes on with the same losses
-    as if nothing had happened. Exit status 130 or 143 then, 0 when all steps are done.
+    A plan of several ranks is run by as many processes, which this one starts; under torchrun or
+    srun it is one of them. Ctrl-C and SIGTERM finish the step and save; the same command then goes
+    on with the same losses as if nothing had happened. Exit status 130 or 143 then, 0 when all
+    steps are done.
     """
-    with StopRequest() as stop:
+    words = ["train", str(recipe), *(word for each in overrides for word in ("--set", each))]
+    rank = rank_from_environment(os.environ)
+    speaks = speaks_for_all(rank)
+    with StopRequest(tells=speaks) as stop, seated(rank):
         config = load_run_config(recipe, overrides)
         source = find_model(config.model, lambda name: _resolve(config, name))
         if config.data.tokenizer is None:
             tokenizer = models.tokenizer_folder(source)
         else:
             tokenizer = models.recipe_tokenizer(config)
-        config, plan = plan_run(config, source)
-        click.echo(describe_plan(config, plan), err=True)
+        config, plan = plan_run(config, source, rank.count if rank else None)
+        job = None if rank else job_of_plan(plan, words, config.train.collective_timeout_seconds)
+        if rank and rank.index and rank.count != plan.layout.num_ranks:
+            return PlanError.exit_status  # the first rank says why
+        if rank:
+            refuse_other_world(plan.mesh_axes, rank.count)
+        if speaks:
+            click.echo(describe_plan(config, plan), err=True)
+            click.echo(shortage_of_plan(plan), err=True, nl=False)
+        if job:
+            return launch(job, stop)
         # torch takes seconds to import: the plan is shown and signals are caught by now.
         from herder.train.session import run_training
 
-        outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop)
-    given = (word for override in overrides for word in ("--set", override))
-    again = shlex.join(["herder", "train", str(recipe), *given])
-    click.echo(describe_end(config, outcome.step, again if outcome.stopped_by else None))
-    return stop.exit_status if outcome.stopped_by else 0
+        outcome = run_training(config, source, plan, tokenizer=tokenizer, stop=stop, rank=rank)
+    again = shlex.join(["herder", *words]) if outcome.stopped_by else None
+    if rank is None or rank.index == 0:
+        click.echo(describe_end(config, outcome.step, again))
+    return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
 def _resolve(config: RunConfig, reference: str) -> models.ModelSource:

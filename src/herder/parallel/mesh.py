@@ -1,56 +1,24 @@
-"""The process group and the mesh of a plan: which ranks there are, and where on it this one stands.
-
-Owns joining and leaving. The order of the axes is the plan's: the slowest links first.
-"""
+"""The process group and the mesh of a plan: joining, leaving, and the axes ranks stand on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from herder.errors import PlanError
+from herder.parallel.failures import Alarm, told_failures
+from herder.parallel.seat import OWN, note
+from herder.parallel.world import AXES, Rank, meeting_point, refuse_other_world
 
-AXES = ("pp", "dp", "fsdp", "cp", "tp")
-"""dp copies state, fsdp shards it. Experts are spread within dp, fsdp and cp."""
+__all__ = ["AXES", "Rank", "build_mesh", "joined", "refuse_other_world"]
 
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One process among those of a job, as torchrun and its like number them."""
-
-    index: int
-    count: int
-    local_index: int
-
-
-def rank_from_environment() -> Rank | None:
-    """Of RANK, WORLD_SIZE and LOCAL_RANK; None where they are not set: a process of its own."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    index = int(os.environ["RANK"])
-    local = int(os.environ.get("LOCAL_RANK", index))
-    return Rank(index, int(os.environ["WORLD_SIZE"]), local)
-
-
-def refuse_other_world(mesh_axes: Mapping[str, int], num_ranks: int) -> None:
-    """Raise PlanError, before any process group exists, where a plan is for other ranks."""
-    needed = 1
-    for axis in AXES:
-        needed *= mesh_axes[axis]
-    if needed != num_ranks:
-        degrees = " x ".join(f"{axis} {mesh_axes[axis]}" for axis in AXES if mesh_axes[axis] > 1)
-        raise PlanError(
-            f"layout: the plan is for {needed} ranks ({degrees or 'one'}), and {num_ranks} were "
-            f"started. Start {needed}, or give cluster.nodes and cluster.gpus_per_node so that "
-            f"their product is {num_ranks}."
-        )
+_MEETING_SECONDS = 300.0
+"""Ranks may start that far apart, however short the time-out of a collective is."""
 
 
 @contextmanager
@@ -59,25 +27,59 @@ def joined(
 ) -> Generator[None]:
     """Be one of the ranks for a while. A collective that takes longer than the time-out fails.
 
-    store: where ranks meet; None: at MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+    store: where ranks meet; None: where the launcher, torchrun or Slurm says. Raises RankError for
+    a collective that fails, with this rank's coordinates and step.
     """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        rank=rank.index,
-        world_size=rank.count,
-        timeout=timedelta(seconds=timeout_seconds),
-        store=store,
-        device_id=device if device.type == "cuda" else None,
-    )
+    OWN.rank = rank
+    asks_others = store is None and OWN.board is None
+    note(None, "joining the others")
+    with told_failures():
+        store = store or _meet(rank, timeout_seconds)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=rank.index,
+            world_size=rank.count,
+            timeout=timedelta(seconds=timeout_seconds),
+            store=store,
+            device_id=device if device.type == "cuda" else None,
+        )
     try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        alarm = Alarm(store, timeout_seconds=timeout_seconds) if asks_others else nullcontext()
+        with alarm as asked, told_failures(asked):
+            yield
+    except BaseException:
+        if device.type != "cuda":  # nccl would wait for the collective that failed
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def build_mesh(mesh_axes: Mapping[str, int], device_type: str) -> DeviceMesh:
     """The mesh of a plan over all ranks of the process group."""
     refuse_other_world(mesh_axes, dist.get_world_size())
+    OWN.mesh_axes = mesh_axes
     return init_device_mesh(
         device_type, tuple(mesh_axes[axis] for axis in AXES), mesh_dim_names=AXES
     )
+
+
+def _meet(rank: Rank, timeout_seconds: float) -> dist.Store:
+    """The store, once all ranks are there."""
+    host, port = meeting_point(os.environ)
+    waits = timedelta(seconds=max(_MEETING_SECONDS, timeout_seconds))
+    store: dist.Store
+    if OWN.board is None:
+        address = f"[{host}]" if ":" in host else host
+        url = f"tcp://{address}:{port}"
+        store, _, _ = next(dist.rendezvous(url, rank.index, rank.count, timeout=waits))
+    else:
+        store = dist.TCPStore(
+            host,
+            port,
+            rank.count,
+            is_master=OWN.meeting_socket is not None,
+            timeout=waits,
+            master_listen_fd=OWN.meeting_socket,
+        )
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store

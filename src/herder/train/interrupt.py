@@ -21,6 +21,8 @@ class StopRequest:
     The first signal lets the step finish and its state be saved. The second says so once more. The
     third leaves at once without saving: what is on disk stays good, since a checkpoint only gets
     its name when it is whole. Exit status: 128 plus the signal's number, 130 or 143.
+
+    tells: whether it says so; one of several processes that are asked together does.
     """
 
     def __init__(self, *, tells: bool = True) -> None:

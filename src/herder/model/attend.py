@@ -15,8 +15,11 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from herder.model.attention_spec import AttentionSpec, shares
+from herder.config.architecture import LayerSpec
+from herder.model import flex
+from herder.model.attention_spec import AttentionSpec, MaskKind, shares
 from herder.model.linear import product
 from herder.model.packed_attention import packed_attention
 from herder.model.routing import Routing
@@ -119,7 +122,12 @@ class ReferenceAttend(_DocumentAttend):
 
 
 class PackedAttend(_DocumentAttend):
-    """Fused attention, one kernel call a run of documents of equal length; no T x T mask."""
+    """Fused attention, without a T x T mask: on a GPU one kernel call a layer, elsewhere one a run
+    of documents of equal length.
+
+    layers: of the model, where known: what their kinds need is then made here and once, and not in
+    a compiled layer, which would make it each time.
+    """
 
     def __init__(
         self,
@@ -127,11 +135,17 @@ class PackedAttend(_DocumentAttend):
         *,
         device: str = "cpu",
         routing: Routing | None = None,
+        layers: Sequence[LayerSpec] = (),
     ) -> None:
         super().__init__(document_lengths, device=device)
         self.routing = routing
         # One graph for any number of documents, once compiled.
         torch._dynamo.maybe_mark_dynamic(self.bounds, 0)
+        self._uses_flex = device.startswith("cuda") and flex.is_available()
+        self._masks: dict[tuple[MaskKind, int], BlockMask] = {}
+        if self._uses_flex:
+            for kind, window in {(layer.attention, layer.window or 0) for layer in layers}:
+                self._masks[kind, window] = self._made_mask(kind, window)
 
     def __call__(
         self,
@@ -141,4 +155,19 @@ class PackedAttend(_DocumentAttend):
         spec: AttentionSpec,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
+        if self._uses_flex and flex.takes(q_TNH, v_TKH):
+            mask = self._mask(spec.kind, spec.window)
+            return flex.attend_flex(q_TNH, k_TKH, v_TKH, mask, spec, sinks_N)
         return packed_attention(q_TNH, k_TKH, v_TKH, self.bounds, spec, sinks_N)
+
+    def _mask(self, kind: MaskKind, window: int) -> BlockMask:
+        mask = self._masks.get((kind, window))
+        if mask is None:
+            mask = self._made_mask(kind, window)
+            if not torch.compiler.is_compiling():
+                self._masks[kind, window] = mask
+        return mask
+
+    def _made_mask(self, kind: MaskKind, window: int) -> BlockMask:
+        lengths = self.document_lengths
+        return flex.block_mask(flex.first_keys(lengths, kind, window, device=self.device))

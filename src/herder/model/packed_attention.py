@@ -5,7 +5,8 @@ values, B documents of one length L.
 
 On CPU the flash kernels are called directly, forward and backward, as one custom operator: the
 compiler sees one node whose document bounds are data, so new lengths never compile anything again.
-Capped logits, which those kernels lack, take blockwise products in the same operator. On CUDA
+Capped logits, which those kernels lack, take blockwise products in the same operator. On CUDA all
+this is for what `flex` cannot do (no Triton, narrow heads) and for prompts that are served: there
 scaled_dot_product_attention picks the kernel, or the operator where there are caps or sinks.
 """
 

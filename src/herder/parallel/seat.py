@@ -71,11 +71,16 @@ def note(step: int | None, what: str) -> None:
     """Say what this rank does from now on, as `note(12, "gradient reduction")`.
 
     Shown for every rank when one fails. It costs a microsecond, so call it at each phase of a step,
-    before the collectives of the phase.
+    before the collectives of the phase. step: counted from 1, None outside of steps.
     """
     OWN.last_note = Note(time.time(), step, what)
     if OWN.board is not None and OWN.rank is not None:
         OWN.board.note(OWN.rank.index, OWN.last_note)
+
+
+def note_phase(what: str) -> None:
+    """Say what this rank does from now on within the step of its last note."""
+    note(OWN.last_note.step if OWN.last_note else None, what)
 
 
 @contextmanager

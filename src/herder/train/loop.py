@@ -29,6 +29,7 @@ from herder.observe.events import (
 )
 from herder.observe.meters import Stopwatch, Throughput
 from herder.parallel.apply import Parallel
+from herder.parallel.seat import note
 from herder.train.device import peak_memory_bytes
 from herder.train.optimizer import set_learning_rate
 from herder.train.routers import RouterWatch, router_noise
@@ -113,10 +114,14 @@ def _do_step(
     )
     set_learning_rate(run.optimizer, rate)
     noise = router_noise(run.decoder.config.moe, seed=config.seed, step=step)
+    note(step + 1, "waiting for its micro-batches")
+    micro_batches = next(batches)
+    note(step + 1, "forward and backward")
     try:
-        result = train_step(run.decoder, run.optimizer, next(batches), run.settings, noise=noise)
+        result = train_step(run.decoder, run.optimizer, micro_batches, run.settings, noise=noise)
     except NonFiniteError as error:
         raise _told_as_incident(run, step + 1, error, bus) from error
+    note(step + 1, "after the update")
     routers.add(result.routing)
     seconds = watch.seconds()
     meter.add(tokens=run.step_tokens, seconds=seconds)
@@ -149,6 +154,7 @@ def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus)
 
 def _save(run: TrainRun, progress: Progress, bus: Bus) -> Path:
     watch = Stopwatch()
+    note(progress.step, "saving a checkpoint")
     meta = run.meta.model_copy(update={"step": progress.step, "unix_seconds": time.time()})
     sources = run.sources()
     path = checkpoint_path(run.run_directory, progress.step)
@@ -188,6 +194,7 @@ def _evaluate(
 ) -> EvaluationFinished | None:
     """The held-out loss, told; None when a signal came before it was known."""
     watch = Stopwatch()
+    note(step, "held-out loss")
     found = held_out_loss(
         run.decoder,
         run.held_out(),

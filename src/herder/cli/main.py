@@ -21,6 +21,9 @@ QUESTIONS: dict[str, dict[str, str]] = {
     "Does it fit, how should it be split, how fast is it, what will it serve?": {
         "plan": "Memory, layout, step time and cost of training or serving.",
     },
+    "Is the split right?": {
+        "verify": "Train a small model of the same kind in each layout and in one process.",
+    },
     "How do I train it?": {
         "data": "Bring models and texts, tokenize them, look at what a step reads.",
         "train": "Run a recipe; run it again and it goes on where it stopped.",

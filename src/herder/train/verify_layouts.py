@@ -185,7 +185,9 @@ def scaled_down(plan: TrainingPlan, architecture: ArchitectureConfig) -> tuple[V
         "cp": layout.context_parallel_size,
         "ep": layout.expert_parallel_size,
     }
-    degrees = {name: _smallest_divisor(size) for name, size in sizes.items() if size > 1}
+    degrees = {name: 2 for name, size in sizes.items() if size > 1}
+    if "tp" in degrees:  # the one degree that divides the model
+        degrees["tp"] = _smallest_divisor(sizes["tp"])
     attention = architecture.attention
     grouped = isinstance(attention, GroupedQueryAttention)
     copies_heads = grouped and sizes["tp"] > attention.num_key_value_heads

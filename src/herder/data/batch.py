@@ -62,6 +62,23 @@ class MicroBatch:
         """Tokens that are not padding."""
         return int(self.real_T.sum())
 
+    def padded_to(self, num_tokens: int) -> MicroBatch:
+        """The same micro-batch with padding behind, in documents no longer than those it has."""
+        missing, longest = num_tokens - self.num_tokens, max(self.document_lengths)
+        assert missing >= 0, f"{self.num_tokens} tokens are more than {num_tokens}"
+        if missing == 0:
+            return self
+        position_P = torch.arange(missing, device=self.positions_T.device) % longest
+        tails = dict.fromkeys(_TENSORS, torch.zeros_like(position_P))
+        tails["positions_T"] = position_P
+        padded = {}
+        for name, tail_P in tails.items():
+            head_T: Tensor = getattr(self, name)
+            padded[name] = torch.cat([head_T, tail_P.to(head_T.dtype)])
+        lengths = [longest] * (missing // longest) + [missing % longest]
+        added = tuple(length for length in lengths if length)
+        return replace(self, **padded, document_lengths=(*self.document_lengths, *added))
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}

@@ -73,7 +73,9 @@ def initialize_weights(
             for name, parameter in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}"
                 if module is decoder.head and decoder.config.tie_embeddings:
-                    continue
+                    if decoder.embed is not None:
+                        continue
+                    full_name = f"embed.{name}"  # the copy on the last pipeline stage
                 place(parameter, initial_value(decoder.config, module, full_name, seed=seed))
             for buffer in module.buffers(recurse=False):
                 buffer.zero_()

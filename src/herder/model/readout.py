@@ -173,15 +173,21 @@ class _ChunkedCrossEntropy(Function):
             if weight_grad_VD is not None:
                 _add_product(weight_grad_VD, logits_grad_CV.t(), x_CD)
             del logits_grad_CV  # before the next chunk's logits
-        ctx.grads = x_grad_TD, weight_grad_VD
+        ctx.save_for_backward(x_grad_TD, weight_grad_VD)
+        ctx.is_scaled = False
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad_TD, weight_grad_VD = ctx.grads
-        ctx.grads = None, None
-        scaled = [None if g is None else g.mul_(grad) for g in (x_grad_TD, weight_grad_VD)]
-        return *scaled, *[None] * 6
+        # Scaled where they are: a copy would be of the largest weight's size. A pipeline that takes
+        # the gradients of inputs and of weights apart calls this twice with the same gradient.
+        grads = ctx.saved_tensors
+        if not ctx.is_scaled:
+            for each in grads:
+                if each is not None:
+                    each.data.mul_(grad)  # what is saved may not change, as autograd counts it
+            ctx.is_scaled = True
+        return *grads, *[None] * 6
 
 
 def _loss_and_gradient(

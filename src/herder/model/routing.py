@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from herder.config.architecture import MoeConfig
 
 _LOW_32_BITS = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
@@ -127,27 +129,49 @@ def expert_counts(chosen_TK: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add(0, chosen_R, torch.ones_like(chosen_R))[:num_experts]
 
 
-def load_balancing_loss(records: Mapping[int, LayerRouting], num_experts: int) -> Tensor:
-    """E * sum_e (choices of e a token) * (mean probability of e), all layers' tokens together.
-
-    K where routing is balanced: choices are summed over K, not divided by it. Source: Switch
-    Transformers, arXiv:2101.03961, equations 4 to 6, as transformers computes it for top-k.
+def routing_sums(records: Mapping[int, LayerRouting]) -> Tensor:
+    """[2 E + 2] in fp32, with gradient: of all these layers the choices and the probabilities of
+    each expert, then z and tokens. Sums of parts of a model add up to those of the whole.
     """
-    num_tokens = _num_tokens(records.values())
-    counts_E = torch.stack([_counts(each) for each in records.values()]).sum(0)
-    probability_E = torch.stack([each.probability_sum_E for each in records.values()]).sum(0)
-    return num_experts * (counts_E / num_tokens * (probability_E / num_tokens)).sum()
+    layers = list(records.values())
+    counts_E = torch.stack([_counts(each) for each in layers]).sum(0)
+    probability_E = torch.stack([each.probability_sum_E for each in layers]).sum(0)
+    z = torch.stack([each.z_sum for each in layers]).sum()
+    num_tokens = torch.stack([each.num_tokens for each in layers]).sum()
+    return torch.cat([counts_E.float(), probability_E, torch.stack([z, num_tokens])])
+
+
+def num_routing_sums(moe: MoeConfig | None) -> int:
+    """How many `routing_sums` there are."""
+    return 0 if moe is None else 2 * moe.num_experts + 2
+
+
+def routing_losses(sums: Tensor) -> Tensor:
+    """[2]: the load-balancing loss and the z-loss of `routing_sums`.
+
+    Load balancing: E * sum_e (choices of e a token) * (mean probability of e), all layers' tokens
+    together. K where routing is balanced: choices are summed over K, not divided by it. Source:
+    Switch Transformers, arXiv:2101.03961, equations 4 to 6, as transformers computes it for top-k.
+    z: the mean of logsumexp(logits)^2 over all layers' tokens. Source: ST-MoE, arXiv:2202.08906, 3.
+    """
+    num_experts = (len(sums) - 2) // 2
+    counts_E, probability_E, (z, num_tokens) = sums.split([num_experts, num_experts, 2])
+    num_tokens = num_tokens.clamp(min=1)
+    shares_E = counts_E.detach() / num_tokens  # a count has no gradient
+    balancing = num_experts * (shares_E * (probability_E / num_tokens)).sum()
+    return torch.stack([balancing, z / num_tokens])
+
+
+def load_balancing_loss(records: Mapping[int, LayerRouting], num_experts: int) -> Tensor:
+    """The first of `routing_losses`, of a whole model's layers."""
+    sums = routing_sums(records)
+    assert len(sums) == 2 * num_experts + 2, f"{len(sums)} sums of {num_experts} experts"
+    return routing_losses(sums)[0]
 
 
 def z_loss(records: Mapping[int, LayerRouting]) -> Tensor:
-    """Mean of logsumexp(logits)^2 over all layers' tokens. Source: ST-MoE, arXiv:2202.08906, 3."""
-    return torch.stack([each.z_sum for each in records.values()]).sum() / _num_tokens(
-        records.values()
-    )
-
-
-def _num_tokens(records: Iterable[LayerRouting]) -> Tensor:
-    return torch.stack([each.num_tokens for each in records]).sum().clamp(min=1)
+    """The second of `routing_losses`, of a whole model's layers."""
+    return routing_losses(routing_sums(records))[1]
 
 
 def _counts(record: LayerRouting) -> Tensor:

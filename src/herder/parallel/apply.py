@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,35 +14,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from herder.config.architecture import ArchitectureConfig
 from herder.model.build import materialize, tie
 from herder.model.decoder import Decoder
 from herder.model.readout import WHOLE_VOCABULARY, Vocabulary
+from herder.model.routing import num_routing_sums
 from herder.parallel.compile import apply_compile
+from herder.parallel.pipeline import Pipeline, Shapes, cut_into_stages
 from herder.parallel.recompute import apply_recompute
 from herder.parallel.replicas import GradientSync
 from herder.parallel.rules import leaf_axes
 from herder.parallel.sharded import ShardedState, apply_sharding
 from herder.parallel.shards import held_tensor
+from herder.parallel.sync import Sync, SyncOfAll
 from herder.parallel.tensor import SplitVocabulary, apply_tensor_parallel
+from herder.plan.layout import ZeroStage
 from herder.plan.training import TrainingPlan
-
-
-class Sync(Protocol):
-    """When gradients are summed over the ranks that share a step's micro-batches."""
-
-    def expect_last(self, *, is_last: bool) -> None:
-        """Say whether the backward that comes next is the step's last."""
-
-    def finish(self) -> None:
-        """Return when all sums are there. To be called after the last backward."""
-
-
-class NoSync:
-    """One process: nothing to sum."""
-
-    def expect_last(self, *, is_last: bool) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,10 +37,12 @@ class Parallel:
     """What a training step must know of the layout it runs in."""
 
     mesh: DeviceMesh | None = None
-    sync: Sync = field(default_factory=NoSync)
+    sync: Sync = field(default_factory=SyncOfAll)
     vocabulary: Vocabulary = WHOLE_VOCABULARY
     is_autocast: bool = True
     """Whether products in bf16 are autocast's work; else parameters are gathered in bf16."""
+    pipeline: Pipeline | None = None
+    """What takes a step's micro-batches through stages; None: every rank has all layers."""
 
     @property
     def is_first(self) -> bool:
@@ -85,6 +73,11 @@ class Parallel:
             self._sum(x, axis)
         return x
 
+    def sum_over_stages(self, x: Tensor) -> Tensor:
+        """The sum over the pipeline's ranks, which have other layers of the same micro-batches."""
+        self._sum(x, "pp")
+        return x
+
     def sum_over_all(self, x: Tensor) -> Tensor:
         """The sum over every rank; what ranks have in common they must divide first."""
         if self.mesh is not None:
@@ -93,10 +86,12 @@ class Parallel:
 
     def squared_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """This rank's share of the gradient's squared norm, in fp32: the sum over all ranks is the
-        whole, since what several hold is divided by their number."""
+        whole, since what several hold is divided by their number and a tied embedding counts on the
+        first pipeline stage alone."""
         sums: dict[int, list[Tensor]] = {}
+        tied_copy = None if self.pipeline is None else self.pipeline.tied_copy
         for parameter in parameters:
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter is not tied_copy:
                 held = held_tensor(parameter.grad)
                 sums.setdefault(self._num_holders(parameter), []).append(held)
         device = parameters[0].device
@@ -143,12 +138,15 @@ def apply(
     """Wrap a decoder built on meta as its plan says, and give it memory, uninitialized, on `device`
     (which may be meta): of each parameter only what this rank holds.
 
-    mesh: of `build_mesh`; None for one process. The order: tensor parallelism replaces parameters
+    mesh: of `build_mesh`; None for one process. The order: a pipeline stage is cut out of the model
+    first, so that nothing is done to the layers of others; tensor parallelism replaces parameters
     that sharding then splits further; recompute comes before compile, whose graphs then hold it;
     sharding is outside the compiled layers; what watches gradients wants parameters that stay.
     """
-    layout, precision = plan.layout, plan.precision
+    layout, precision, stages = plan.layout, plan.precision, [decoder]
     vocabulary = WHOLE_VOCABULARY
+    if mesh is not None and layout.pipeline_parallel_size > 1:
+        stages = cut_into_stages(decoder, plan.layers_per_stage, mesh["pp"])
     if mesh is not None and layout.tensor_parallel_size > 1:
         apply_tensor_parallel(decoder, mesh["tp"])
         vocabulary = SplitVocabulary(decoder.config.vocab_size, mesh["tp"])
@@ -158,23 +156,53 @@ def apply(
         apply_compile(decoder.layers, device_type=device.type)
     if mesh is not None and layout.zero_stage > 0:
         shards = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
-        apply_sharding(
-            decoder,
-            shards,
-            zero_stage=layout.zero_stage,
-            compute=precision.compute,
-            reduce=precision.gradients,
-        )
+        for stage in stages:
+            apply_sharding(
+                stage,
+                shards,
+                zero_stage=layout.zero_stage,
+                compute=precision.compute,
+                reduce=precision.gradients,
+            )
     if device.type != "meta":
-        materialize(decoder, device=device)
+        for stage in stages:
+            materialize(stage, device=device)
     if mesh is None:
         return ONE_PROCESS
-    if layout.zero_stage > 0:
-        sync: Sync = ShardedState(decoder, layout.zero_stage)
-    else:
-        sync = GradientSync(decoder.parameters(), mesh)
     _check_all_split(decoder, mesh)
-    return Parallel(mesh, sync, vocabulary, is_autocast=layout.zero_stage == 0)
+    syncs = [_sync(stage, mesh, layout.zero_stage) for stage in stages]
+    pipeline = None
+    if layout.pipeline_parallel_size > 1:
+        pipeline = Pipeline(
+            stages,
+            syncs,
+            mesh["pp"],
+            schedule=plan.pipeline_schedule,
+            shapes=_shapes(decoder.config, plan),
+            device=device,
+        )
+    is_autocast = layout.zero_stage == 0
+    return Parallel(mesh, SyncOfAll(syncs), vocabulary, is_autocast, pipeline)
+
+
+def _sync(stage: Decoder, mesh: DeviceMesh, zero_stage: ZeroStage) -> Sync:
+    if zero_stage > 0:
+        return ShardedState(stage, zero_stage)
+    return GradientSync(stage.parameters(), mesh)
+
+
+def _shapes(config: ArchitectureConfig, plan: TrainingPlan) -> Shapes:
+    """What travels between pipeline stages. The residual stream is in the parameters' dtype, which
+    is fp32 under autocast and bf16 where they are gathered in it."""
+    is_bf16 = plan.layout.zero_stage > 0 and plan.precision.compute == "bf16"
+    has_routers = any(layer.feed_forward == "routed" for layer in config.layers)
+    return Shapes(
+        num_tokens=plan.micro_batch_tokens,
+        num_rows=plan.micro_batch_tokens // plan.layout.tensor_parallel_size,
+        hidden_size=config.hidden_size,
+        hidden_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        num_carried=num_routing_sums(config.moe) if has_routers else 0,
+    )
 
 
 def _check_all_split(decoder: Decoder, mesh: DeviceMesh) -> None:

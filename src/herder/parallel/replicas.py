@@ -60,6 +60,9 @@ class GradientSync:
             bucket.finish()
         self._is_last = False
 
+    def release(self) -> None:
+        """Nothing: parameters are whole at all times."""
+
 
 class _Bucket:
     """Parameters whose gradients travel together."""

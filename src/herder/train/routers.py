@@ -133,8 +133,8 @@ class StepRouters:
 def update_correction_biases(decoder: Decoder, totals: RoutingTotals) -> None:
     """Move each expert's bias by a fixed amount: up where it was chosen less than the mean.
 
-    Nothing happens where the record has no such bias or a rate of 0, nor to layers of other pipeline
-    stages. Source: arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    Nothing happens where the record has no such bias or a rate of 0, nor to layers of another
+    pipeline stage. Source: arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, 2.1.2.
     """
     moe = decoder.config.moe
     if moe is None or not moe.correction_bias or not moe.correction_bias_update_rate:

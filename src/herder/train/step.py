@@ -21,6 +21,7 @@ from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
 from herder.model.routing import RouterNoise, Routing
 from herder.parallel.apply import ONE_PROCESS, Parallel
+from herder.parallel.seat import note_phase
 from herder.parallel.shards import held_tensor
 from herder.train.routers import (
     RoutingTotals,
@@ -97,6 +98,7 @@ def train_step(
     numbers = losses.total[None] / parallel.num_copies
     if routers is not None:
         numbers = torch.cat([numbers, routers.losses / parallel.num_copies])
+    note_phase("gradient norm")
     squared_norm = parallel.squared_norm(parameters)[None]
     told = parallel.sum_over_all(torch.cat([numbers, squared_norm]).double())
     weight_value, loss_value, *routing_values, square = [weight.item(), *told.tolist()]
@@ -114,6 +116,7 @@ def train_step(
         raise NonFiniteError(result)
     if norm_value > settings.clip_norm:
         _scale_gradients(parameters, settings.clip_norm / norm_value)
+    note_phase("update")
     optimizer.step()
     if result.routing is not None:
         update_correction_biases(decoder, result.routing)
@@ -129,6 +132,7 @@ def _accumulate(decoder: Decoder, works: Sequence[StepWork], parallel: Parallel)
         parallel.sync.expect_last(is_last=number == len(works))
         loss, _ = work.forward(decoder, work.tokens_T, None)
         loss.backward()
+    note_phase("gradient reduction")
     parallel.sync.finish()
 
 
@@ -253,25 +257,33 @@ def held_out_loss(
     micro_batches: all there are, on every rank, which then takes its share. is_stopped is asked on
     all ranks equally often, and must tell them the same.
     """
-    parallel = settings.parallel
-    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    parallel, total = settings.parallel, torch.zeros((), dtype=torch.float64)
     weight = sum(batch.num_loss_tokens for batch in micro_batches)
     assert weight > 0, "held-out text without a single target"
-    with torch.no_grad():
+    try:
         for batches in _rounds(micro_batches, parallel):
             if is_stopped():
                 return None
-            losses = LossSum(settings.device)
-            works = [HeldOutWork(batch, settings, losses) for batch in batches]
-            if parallel.pipeline is None:
-                for work in works:
-                    work.forward(decoder, work.tokens_T, None)
-            else:
-                parallel.pipeline.run_forward(works)
-            total += losses.total.double().cpu()
+            total += _forward_only(decoder, batches, settings).double().cpu()
+    finally:
         parallel.sync.release()
     total = parallel.sum_over_all((total / parallel.num_copies).to(settings.device))
     return float(total) / weight, round(weight)
+
+
+@torch.no_grad()
+def _forward_only(
+    decoder: Decoder, micro_batches: Sequence[MicroBatch], settings: StepSettings
+) -> Tensor:
+    """The sum of the losses, where the head is."""
+    losses, pipeline = LossSum(settings.device), settings.parallel.pipeline
+    works = [HeldOutWork(batch, settings, losses) for batch in micro_batches]
+    if pipeline is None:
+        for work in works:
+            work.forward(decoder, work.tokens_T, None)
+    else:
+        pipeline.run_forward(works)
+    return losses.total
 
 
 def _rounds(
@@ -279,21 +291,26 @@ def _rounds(
 ) -> Iterator[Sequence[MicroBatch]]:
     """This rank's share of them, a forward or a pipeline's worth at a time.
 
-    All ranks have as many, and a pipeline has them of one size: what is missing is filled up by
-    copies and by padding that weigh nothing.
+    All ranks have as many, of a size that can be split: what is missing is filled up by copies and
+    by padding that weigh nothing.
     """
     index, count = parallel.data_shard
-    at_once = 1 if parallel.pipeline is None else parallel.pipeline.num_forwards
-    num_rounds = -(-len(micro_batches) // (count * at_once))
-    longest = max(batch.num_tokens for batch in micro_batches)
+    pipeline, at_once = parallel.pipeline, 1
+    if pipeline is not None:
+        at_once = pipeline.num_forwards
+    missing = -len(micro_batches) % (count * at_once)
     first = micro_batches[0]
     nothing = replace(first, weights_T=torch.zeros_like(first.weights_T))
-    filled = [*micro_batches, *[nothing] * (num_rounds * count * at_once - len(micro_batches))]
-    own = filled[index::count]
-    if parallel.pipeline is not None:
-        own = [batch.padded_to(longest) for batch in own]
+    own = [*micro_batches, *[nothing] * missing][index::count]
     for start in range(0, len(own), at_once):
-        yield own[start : start + at_once]
+        batches = own[start : start + at_once]
+        if pipeline is not None:
+            yield [batch.padded_to(pipeline.num_tokens) for batch in batches]
+        else:
+            multiple = parallel.num_copies
+            yield [
+                batch.padded_to(-(-batch.num_tokens // multiple) * multiple) for batch in batches
+            ]
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[object]:

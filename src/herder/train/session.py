@@ -137,7 +137,7 @@ def _run_started(run: TrainRun, plan: TrainingPlan, first_step: int) -> RunStart
         steps=run.config.train.steps,
         step_tokens=run.step_tokens,
         precision=run.settings.precision,
-        device=describe_device(run.settings.device),
+        device=_devices(run.settings.device, plan),
         num_threads=torch.get_num_threads(),
         flops_per_token=run.flops_per_token,
         peak_flops_per_second=run.peak_flops_per_second,
@@ -145,3 +145,9 @@ def _run_started(run: TrainRun, plan: TrainingPlan, first_step: int) -> RunStart
         config_hash=run.meta.config_hash,
         git_commit=run.meta.git_commit,
     )
+
+
+def _devices(device: torch.device, plan: TrainingPlan) -> str:
+    told = describe_device(device)
+    ranks = plan.layout.num_ranks
+    return told if ranks == 1 else f"{ranks} x {told} ({plan.layout.told()})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ def herder(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "100"},
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -130,6 +131,47 @@ def test_a_recipe_is_planned_and_its_design_written(tmp_path: Path, repository: 
     assert "at the price given" in text
 
 
+def test_a_dry_run_builds_the_heaviest_of_16384_ranks_in_little_memory() -> None:
+    began = time.perf_counter()
+    done = herder("train", "llama-3.1-405b", *H100_CLUSTER, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    tried = plan["dry_run"]
+    peak = tried["peak_memory_bytes"] / 1e9
+    print(f"405B on 16,384 ranks took {time.perf_counter() - began:.1f} s and {peak:.2f} GB")
+    assert peak < 2.0
+    assert (tried["rank"], tried["num_ranks"]) == (4096, 16_384)
+    assert tried["coordinates"] == {"pp": 1, "dp": 0, "fsdp": 0, "cp": 0, "tp": 0}
+    assert tried["parameter_bytes"] == tried["planned_parameter_bytes"]
+    assert tried["parameter_bytes"] == plan["state_bytes"]["parameters"] == 99_622_912
+    assert tried["unexplained_bytes"] == tried["padding_bytes"] == 0
+    assert "in a world of 16,384, as its heaviest rank" in done.stderr
+
+
+def test_a_dry_run_of_a_recipe_as_a_given_rank_tells_what_makes_the_difference(
+    tmp_path: Path,
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {source: llama-debug, initialize: random}\n"
+        "cluster: {nodes: 1, gpus_per_node: 5, gpu: cpu}\n"
+        "layout: {zero_stage: 1}\n"
+    )
+    done = herder("train", str(recipe), "--dry-run", "--rank", "4")
+    assert done.returncode == 0, done.stderr
+    assert "Dry run of rank 4 of 5 (pp 0, dp 0, fsdp 4, cp 0, tp 0)" in done.stdout
+    assert re.search(r"difference +([\d,]+) bytes, \1 of them padding", done.stdout)
+
+
+def test_ranks_of_a_cpu_are_planned_with_their_share_of_the_machine() -> None:
+    def device(count: str) -> dict[str, Any]:
+        cluster = ("--nodes", "1", "--gpus-per-node", count, "--gpu", "cpu")
+        return planned("train", "llama-debug", *cluster)["cluster"]["gpu"]
+
+    one, four = device("1"), device("4")
+    assert four["memory_gb"] == pytest.approx(one["memory_gb"] / 4)
+
+
 def test_people_get_tables() -> None:
     done = herder("train", "llama-2-7b", *H100_NODE)
     assert done.returncode == 0
@@ -147,6 +189,15 @@ def test_people_get_tables() -> None:
         (("train", "llama-2-7b", "-o", "design.md"), "is a model"),
         (("train", "llama-2-7b", "--gpu-hour-price", "2"), "give -o design.md too"),
         (("train", "absent.yaml"), "there is no such recipe"),
+        (("train", "llama-2-7b", "--rank", "1"), "give --dry-run too"),
+        (
+            ("train", "llama-2-7b", *H100_NODE, "--dry-run", "--rank", "8"),
+            "--rank 8: the plan has 8 ranks (DP 8, ZeRO-1), counted from 0. Give --rank 0 to 7",
+        ),
+        (
+            ("train", "mixtral-8x7b", "--nodes", "4", "--gpu", "h100-80gb", "--dry-run"),
+            "expert_parallel_size=8 can be planned, not run yet",
+        ),
         (
             ("train", "llama-2-7b", "--gpus-per-node", "1", "--gpu", "rtx4090"),
             "Smallest cluster that would do: --nodes 1 --gpus-per-node 8 --gpu rtx4090.",

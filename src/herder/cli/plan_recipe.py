@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from herder.cli.models import resolve
+from herder.config.architecture import ArchitectureConfig
 from herder.config.load import load_run_config
 from herder.config.run import ClusterConfig
 from herder.plan.design import write_design
@@ -22,8 +23,8 @@ def plan_recipe(
     objective: Objective,
     design: Path | None,
     gpu_hour_price: float | None,
-) -> TrainingPlan:
-    """The plan of a recipe with `overrides`; its page is written where `design` says."""
+) -> tuple[ArchitectureConfig, TrainingPlan]:
+    """The model and plan of a recipe with `overrides`; its page is written where `design` says."""
     config = load_run_config(Path(recipe), overrides)
     check_schedule(config.train.schedule, steps=config.train.steps)
     source = find_model(config.model, partial(resolve, needs_weights=False), needs_weights=False)
@@ -37,4 +38,4 @@ def plan_recipe(
     )
     if design is not None:
         write_design(design, config, plan, recipe=recipe, gpu_hour_price=gpu_hour_price)
-    return plan
+    return source.architecture, plan

@@ -226,6 +226,31 @@ def test_a_users_mistake_is_told_once(job: Launch, fault: str, told: str) -> Non
     assert told in err
 
 
+def test_ranks_that_slurm_started_ask_each_other_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
+    task = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **task, "SLURM_JOB_NODELIST": "127.0.0.1"}
+    ranks = list[subprocess.Popen[bytes]]()
+    for rank in range(RANKS):
+        with (tmp_path / f"stderr-{rank}").open("w") as log:
+            place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            words = [sys.executable, "rank.py", "hangs", str(tmp_path)]
+            every = {"cwd": tmp_path, "stderr": log, "start_new_session": True}
+            ranks.append(subprocess.Popen(words, env={**environment, **place}, **every))
+    try:
+        for index in (0, 2):
+            ranks[index].wait(WAIT_SECONDS)
+    finally:
+        for process in ranks:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    told = [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 2)]
+    assert (ranks[0].returncode, ranks[2].returncode) == (1, 1)
+    assert "RankError: rank 1: dp 1: did not come to meet the others in all_reduce" in told[0]
+    assert "s ago in step 3, forward and backward." in told[0]
+    assert "RankError: rank 2: dp 2: step 3, gradient reduction: ended with the others" in told[1]
+
+
 def assert_none_left_soon(job: Launch) -> None:
     until = time.monotonic() + WAIT_SECONDS
     while job.left() and time.monotonic() < until:

@@ -16,6 +16,9 @@ from herder.parallel.world import coordinates
 _TIMED_OUT_SHARE = 0.9
 """Of the time-out: a rank that aborts after so long in one phase was waiting, as under nccl, whose
 watchdog ends the process from within."""
+_WHAT_NEXT = (
+    "All ranks were ended. The same command goes on from the newest checkpoint, if one was saved."
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,7 @@ def diagnose(
         fault = _absence(culprit, states, timeout_seconds, unix_seconds)
     place = coordinates(culprit.index, mesh_axes)
     lines = [f"{place}: {fault}." if place else f"{fault}.", *_others(culprit, states)]
-    lines.append(
-        "  All ranks were ended. Checkpoints stay good: the same command goes on from one."
-    )
+    lines.append(f"  {_WHAT_NEXT}")
     return RankError("\n".join(lines), rank=culprit.index)
 
 

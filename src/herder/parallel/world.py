@@ -104,7 +104,7 @@ def refuse_several_nodes(nodes: int, gpus_per_node: int, words: Sequence[str]) -
     raise PlanError(
         f"cluster.nodes: the plan is for {nodes} nodes of {gpus_per_node} ranks, and this process "
         "can start ranks on its own node only. Under Slurm:\n"
-        f"  srun --nodes={nodes} --ntasks-per-node={gpus_per_node} {again}\n"
+        f"  srun --kill-on-bad-exit --nodes={nodes} --ntasks-per-node={gpus_per_node} {again}\n"
         "or on every node, HOST being one of them:\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node} --rdzv-backend=c10d "
         f"--rdzv-endpoint=HOST:29500 --no-python {again}\n"

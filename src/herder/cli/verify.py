@@ -14,7 +14,7 @@ from herder.cli.plan_options import cluster_options
 from herder.cli.plan_recipe import plan_recipe
 from herder.config.detect import choose_cluster
 from herder.config.load import load_run_config
-from herder.errors import CheckFailedError, ConfigError
+from herder.errors import ConfigError
 from herder.plan.training import plan_model_training
 from herder.train.shrink import shrunk
 from herder.train.source import find_model
@@ -57,11 +57,10 @@ def command(
     source = find_model(given, find, needs_weights=False) if given else find(model)
     if of_plan:
         choose = partial(choose_cluster, **cluster)
-        plan = (
-            plan_recipe(model, (), choose, "simplest", None, None)
-            if is_recipe
-            else plan_model_training(source.architecture, choose(None), model=source.name)
-        )
+        if is_recipe:
+            _, plan = plan_recipe(model, (), choose, "simplest", None, None)
+        else:
+            plan = plan_model_training(source.architecture, choose(None), model=source.name)
         layout, told = scaled_down(plan, source.architecture)
         click.echo(told, err=True)
         wanted = [layout, *wanted]
@@ -73,5 +72,4 @@ def command(
         click.echo(json.dumps(report_json(report)))
     else:
         print_report(report)
-    if report.problem is not None:
-        raise CheckFailedError(report.problem)
+    report.check()

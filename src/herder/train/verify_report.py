@@ -15,6 +15,8 @@ from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from herder.errors import CheckFailedError, PlanError
+
 TOLERANCES: dict[str, tuple[float, str]] = {
     "loss": (
         1e-5,
@@ -108,6 +110,14 @@ class Report:
             )
         return None
 
+    def check(self) -> None:
+        """Raise CheckFailedError where this is no proof, PlanError where nothing was run at all."""
+        if all(cell.refused is not None for cell in self.cells):
+            notes = "\n".join(report_notes(self))
+            raise PlanError(f"No layout can be run, so nothing was compared.\n{notes}")
+        if self.problem is not None:
+            raise CheckFailedError(self.problem)
+
 
 def report_json(report: Report) -> dict[str, Any]:
     """One object; a difference that is not a number is null."""
@@ -144,14 +154,15 @@ def report_table(report: Report, *, num_columns: int) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     is_wide = num_columns >= WIDE_COLUMNS
     names = ["ranks", "loss", "norm", "gradient", *(["worst"] if is_wide else []), "params"]
     table.add_column("layout", min_width=25)
     for name in names:
         justify: JustifyMethod = "left" if name == "worst" else "right"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=max(7, len(name)))
-    table.add_column("", no_wrap=True, min_width=7)
+        table.add_column(name, justify=justify, no_wrap=True, min_width=len(name))
+    table.add_column("", no_wrap=True)
     for cell in report.cells:
         told = [str(cell.ranks), *map(_shown, cell.differences.items())]
         if is_wide:

@@ -231,8 +231,9 @@ class RunConfig(Record):
     model: ModelConfig
     cluster: ClusterConfig | None = None
     layout: Annotated[
-        Annotated[Literal["auto"], WORD] | Annotated[LayoutConfig, RECORD], WORD_OR_RECORD
+        Annotated[Literal["auto", "naive"], WORD] | Annotated[LayoutConfig, RECORD], WORD_OR_RECORD
     ] = "auto"
+    """naive: nn.DataParallel over the GPUs of this machine, to be compared with."""
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,9 +32,16 @@ SMALLEST_HEAD = 16
 """Tensor cores multiply no narrower matrices."""
 
 
-@cache
 def is_available() -> bool:
-    """Whether kernels can be made here: Triton, and the C compiler that it calls."""
+    """Whether kernels can be made here: Triton, and the C compiler that it calls.
+
+    Not in the threads of nn.DataParallel: torch would make them again for each device.
+    """
+    return threading.current_thread() is threading.main_thread() and _has_tools()
+
+
+@cache
+def _has_tools() -> bool:
     has_compiler = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     return importlib.util.find_spec("triton") is not None and has_compiler
 

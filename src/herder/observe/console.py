@@ -19,6 +19,7 @@ from rich.text import Text
 
 from herder.observe.events import (
     CheckpointSaved,
+    DeviceMemory,
     EvaluationFinished,
     Event,
     RouterStats,
@@ -26,7 +27,13 @@ from herder.observe.events import (
     Sink,
     StepFinished,
 )
-from herder.observe.sinks import LineSink, describe, describe_routers, describe_share
+from herder.observe.sinks import (
+    LineSink,
+    describe,
+    describe_memory,
+    describe_routers,
+    describe_share,
+)
 from herder.units import format_count, format_gb, format_seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -77,6 +84,7 @@ class LiveConsole:
         self._saved: CheckpointSaved | None = None
         self._evaluated: EvaluationFinished | None = None
         self._routers = dict[int, RouterStats]()
+        self._memory: DeviceMemory | None = None
         self._drawn_at = 0.0
 
     def receive(self, event: Event, *, unix_seconds: float) -> None:
@@ -91,6 +99,8 @@ class LiveConsole:
                 self._losses.append(event.loss)
             case RouterStats():
                 self._routers[event.layer] = event
+            case DeviceMemory():
+                self._memory = event
             case CheckpointSaved():
                 self._saved = event
             case EvaluationFinished():
@@ -130,6 +140,8 @@ class LiveConsole:
         if self._routers:
             table.add_row("routers", describe_routers(self._routers.values()))
             table.add_row("experts", _experts_row(self._routers))
+        if self._memory:
+            table.add_row("memory", describe_memory(self._memory))
         if self._evaluated:
             table.add_row("held out", _evaluation_row(self._evaluated))
         if self._saved:

@@ -95,6 +95,18 @@ class RouterStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What a process that drives several devices has taken of each, the highest so far.
+
+    Told before the StepFinished of the same step.
+    """
+
+    step: int
+    peak_bytes: tuple[int, ...]
+    """Of each device in turn: allocated on a GPU; without one, resident memory of the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
     """A whole checkpoint is on disk under its final name."""
 
@@ -165,6 +177,7 @@ Event = (
     RunStarted
     | StepFinished
     | RouterStats
+    | DeviceMemory
     | CheckpointSaved
     | CheckpointLoaded
     | EvaluationFinished
@@ -180,6 +193,7 @@ _KINDS: dict[str, type[Event]] = {
         RunStarted,
         StepFinished,
         RouterStats,
+        DeviceMemory,
         CheckpointSaved,
         CheckpointLoaded,
         EvaluationFinished,

@@ -14,6 +14,7 @@ from typing import TextIO
 from herder.observe.events import (
     CheckpointLoaded,
     CheckpointSaved,
+    DeviceMemory,
     EvaluationFinished,
     Event,
     Incident,
@@ -58,17 +59,23 @@ class LineSink:
         self._stream = stream
         self._steps = 0
         self._routers = dict[int, RouterStats]()
+        self._memory: DeviceMemory | None = None
 
     def receive(self, event: Event, *, unix_seconds: float) -> None:
-        """Write and flush one line; what routers did stands in the line of their step."""
+        """Write and flush one line; routers and devices stand in the line of their step."""
         if isinstance(event, RouterStats):
             self._routers[event.layer] = event
+            return
+        if isinstance(event, DeviceMemory):
+            self._memory = event
             return
         if isinstance(event, RunStarted):
             self._steps = event.steps
         line = describe(event, steps=self._steps)
         if isinstance(event, StepFinished) and self._routers:
             line += "  " + describe_routers(self._routers.values())
+        if isinstance(event, StepFinished) and self._memory:
+            line += "  " + describe_memory(self._memory)
         self._stream.write(line + "\n")
         self._stream.flush()
 
@@ -95,6 +102,8 @@ def describe(event: Event, *, steps: int) -> str:
             return describe_step(event, steps=steps)
         case RouterStats():
             return f"layer {event.layer} after step {event.step}: {describe_routers([event])}"
+        case DeviceMemory():
+            return f"after step {event.step}: {describe_memory(event)}"
         case CheckpointSaved():
             size = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
             return f"checkpoint {event.path} saved, {size}"
@@ -151,6 +160,11 @@ def describe_routers(stats: Collection[RouterStats]) -> str:
         "dropped": sum(layer.dropped_tokens for layer in stats),
     }
     return "  ".join([*parts, *(f"{name} {count}" for name, count in counts.items() if count)])
+
+
+def describe_memory(event: DeviceMemory) -> str:
+    """Peak memory of each device in turn."""
+    return "devices " + " | ".join(map(format_gb, event.peak_bytes))
 
 
 def describe_share(share: float | None) -> str:

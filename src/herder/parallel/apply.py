@@ -20,6 +20,7 @@ from herder.model.decoder import Decoder
 from herder.model.readout import WHOLE_VOCABULARY, Vocabulary
 from herder.model.routing import num_routing_sums
 from herder.parallel.compile import apply_compile
+from herder.parallel.naive import NaiveDataParallel
 from herder.parallel.pipeline import Pipeline, Shapes, cut_into_stages
 from herder.parallel.recompute import apply_recompute
 from herder.parallel.replicas import GradientSync
@@ -41,8 +42,9 @@ class Parallel:
     vocabulary: Vocabulary = WHOLE_VOCABULARY
     is_autocast: bool = True
     """Whether products in bf16 are autocast's work; else parameters are gathered in bf16."""
-    pipeline: Pipeline | None = None
-    """What takes a step's micro-batches through stages; None: every rank has all layers."""
+    pipeline: Pipeline | NaiveDataParallel | None = None
+    """What takes a step's micro-batches through stages, or over devices; None: each goes through
+    this rank's layers alone."""
 
     @property
     def is_first(self) -> bool:

@@ -97,10 +97,10 @@ def cut_into_stages(
         decoder.norm = decoder.head = None
     if len(own) == 1:
         return [decoder]
-    return [_view(decoder, layers[stage], stage, num_stages) for stage in own]
+    return [view_of_stage(decoder, layers[stage], stage, num_stages) for stage in own]
 
 
-def _view(decoder: Decoder, layers: Sequence[str], stage: int, num_stages: int) -> Decoder:
+def view_of_stage(decoder: Decoder, layers: Sequence[str], stage: int, num_stages: int) -> Decoder:
     """A decoder that shares these modules with another one, but nothing registered on itself."""
     view = copy.copy(decoder)
     for name, value in vars(view).items():

@@ -5,6 +5,7 @@ Owns the TrainingPlan that later stages run by. Choosing is search's work. Impor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
 from herder.plan.layout import Layout, smallest_cluster
 from herder.plan.memory import MemoryGb, even_state_bytes, training_memory
+from herder.plan.naive import NaiveDevice, naive_memory, num_naive_devices, one_driving_device
 from herder.plan.parameters import active_parameter_count, parameters_by_module
 from herder.plan.pipeline import Schedule
 from herder.plan.reliability import Reliability, plan_reliability
@@ -100,13 +102,16 @@ class TrainingPlan(Record):
     modules: tuple[ModuleShare, ...]
     rejected: tuple[Rejected, ...]
     adjustments: tuple[str, ...]
+    naive_devices: tuple[NaiveDevice, ...] = ()
+    """Of a naive layout, what each device of the one process would hold; memory_gb is of a run on
+    one device."""
 
 
 def plan_training(
     architecture: ArchitectureConfig,
     cluster: ClusterConfig,
     train: TrainConfig,
-    layout: Literal["auto"] | LayoutConfig = "auto",
+    layout: Literal["auto", "naive"] | LayoutConfig = "auto",
     *,
     model: str = "model",
     objective: Objective = "simplest",
@@ -115,11 +120,13 @@ def plan_training(
 ) -> TrainingPlan:
     """The plan of one training run.
 
-    `layout` auto lets `objective` decide. Where train.global_batch_tokens is null the batch is
-    `typical_batch_tokens` or, without that, one micro-batch a data-parallel rank and stage.
-    Raises PlanError when a given layout is illegal or nothing fits, then with the smallest cluster
-    that would do.
+    `layout` auto lets `objective` decide, naive is one process that drives all devices. Where
+    train.global_batch_tokens is null the batch is `typical_batch_tokens` or, without that, one
+    micro-batch a data-parallel rank and stage. Raises PlanError when a given layout is illegal or
+    nothing fits, then with the smallest cluster that would do.
     """
+    if layout == "naive":
+        return _naive(architecture, cluster, train, model)
     sizes = ModelSizes(architecture)
     cluster = cluster.model_copy(update={"gpu": cluster_gpu(cluster)})
     schedule = "auto" if layout == "auto" else layout.pipeline_schedule
@@ -143,24 +150,30 @@ def plan_training(
         chosen, rejected = choose_given(request, layout)
     if chosen is None:
         raise PlanError(_nothing_fits(request))
-    asked, planned = train.global_batch_tokens, chosen.global_batch_tokens
-    if asked is not None and asked != planned:
-        adjustments.append(
-            f"global_batch_tokens {asked:,} -> {planned:,}: whole micro-batches of "
-            f"{chosen.micro_batch_tokens:,} tokens on {chosen.layout.data_parallel_size} ranks."
-        )
-    gradients = request.gradient_dtype(chosen.layout)
-    if train.gradient_dtype not in (None, gradients):
-        adjustments.append(
-            f"gradient_dtype {train.gradient_dtype} -> {gradients}: {chosen.layout.told()} keeps "
-            "whole parameters in fp32, and sums their gradients so."
-        )
+    adjustments += _adjusted(chosen)
     return _assembled(
         chosen,
         objective=objective if layout == "auto" else "given",
         rejected=tuple(rejected),
         adjustments=tuple(adjustments),
     )
+
+
+def _adjusted(chosen: Candidate) -> Iterator[str]:
+    """What a plan does otherwise than the recipe says."""
+    train = chosen.request.train
+    asked, planned = train.global_batch_tokens, chosen.global_batch_tokens
+    if asked is not None and asked != planned:
+        yield (
+            f"global_batch_tokens {asked:,} -> {planned:,}: whole micro-batches of "
+            f"{chosen.micro_batch_tokens:,} tokens on {chosen.layout.data_parallel_size} ranks."
+        )
+    gradients = chosen.request.gradient_dtype(chosen.layout)
+    if train.gradient_dtype not in (None, gradients):
+        yield (
+            f"gradient_dtype {train.gradient_dtype} -> {gradients}: {chosen.layout.told()} keeps "
+            "whole parameters in fp32, and sums their gradients so."
+        )
 
 
 def plan_model_training(
@@ -184,6 +197,21 @@ def plan_model_training(
         typical_batch_tokens=None if on_cpu else TYPICAL_GLOBAL_BATCH_TOKENS,
         chooses_recompute=True,
     )
+
+
+def _naive(
+    architecture: ArchitectureConfig, cluster: ClusterConfig, train: TrainConfig, model: str
+) -> TrainingPlan:
+    one = one_driving_device(architecture, cluster, train)
+    plan = plan_training(architecture, one, train, LayoutConfig(), model=model)
+    devices = naive_memory(
+        plan.memory_gb,
+        parameters=plan.parameters,
+        hidden_size=architecture.hidden_size,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        num_devices=num_naive_devices(cluster),
+    )
+    return plan.model_copy(update={"naive_devices": devices})
 
 
 def _faster(request: Request, simplest: Candidate | None, adjustments: list[str]) -> Choice:

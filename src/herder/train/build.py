@@ -9,6 +9,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from herder.errors import DataError
 from herder.model.build import build_decoder, initialize_weights
 from herder.model.decoder import Decoder
 from herder.parallel.apply import Parallel, apply
+from herder.parallel.naive import NaiveDataParallel
 from herder.parallel.shards import copy_part
 from herder.parallel.turns import first_rank_first
 from herder.plan.training import TrainingPlan
-from herder.train.device import peak_flops_per_second
+from herder.train.device import num_devices, peak_flops_per_second
 from herder.train.optimizer import build_optimizer
 from herder.train.source import model_files
 from herder.train.state import TrainRun
@@ -124,6 +126,11 @@ def build_model(
     ever has its part."""
     decoder = build_decoder(source.architecture)
     parallel = apply(decoder, plan, mesh, device=device, compiled=config.train.compile)
+    if config.layout == "naive":
+        naive = NaiveDataParallel(
+            decoder, num_tokens=plan.micro_batch_tokens, num_devices=num_devices(device)
+        )
+        parallel = replace(parallel, pipeline=naive)
     if not is_resumed and config.model.initialize == "pretrained":
         load_weights(decoder, source, device=device, place=copy_part)
     elif not is_resumed:

@@ -45,6 +45,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak_process_bytes()
 
 
+def num_devices(device: torch.device) -> int:
+    """How many GPUs one process may drive; 1 on a CPU."""
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+def peak_memory_of_each(device: torch.device) -> tuple[int, ...]:
+    """Bytes, the highest so far, on each device that one process may drive."""
+    if device.type == "cuda":
+        return tuple(map(torch.cuda.max_memory_allocated, range(num_devices(device))))
+    return (peak_memory_bytes(device),)
+
+
 def peak_flops_per_second(
     device: torch.device, gpu: GpuConfig, *, precision: Precision, run_directory: Path
 ) -> tuple[float, str]:

@@ -21,6 +21,7 @@ from herder.errors import CheckpointError, TrainingError
 from herder.observe.events import (
     Bus,
     CheckpointSaved,
+    DeviceMemory,
     EvaluationFinished,
     Incident,
     RunFinished,
@@ -30,7 +31,7 @@ from herder.observe.events import (
 from herder.observe.meters import Stopwatch, Throughput
 from herder.parallel.apply import Parallel
 from herder.parallel.seat import note
-from herder.train.device import peak_memory_bytes
+from herder.train.device import peak_memory_bytes, peak_memory_of_each
 from herder.train.optimizer import set_learning_rate
 from herder.train.routers import RouterWatch, router_noise
 from herder.train.schedule import learning_rate
@@ -77,6 +78,9 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
             if done == steps or done % config.observe.log_every_steps == 0:
                 for stats in routers.tell(done):
                     bus.emit(stats)
+                if config.layout == "naive":
+                    peaks = peak_memory_of_each(run.settings.device)
+                    bus.emit(DeviceMemory(step=done, peak_bytes=peaks))
                 bus.emit(finished)
             if done == steps or done % config.checkpoint.every_steps == 0:
                 saved = _save(run, run.progress(step=done, tokens=tokens), bus)

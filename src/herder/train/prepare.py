@@ -16,6 +16,8 @@ from herder.checkpoint.source import ModelSource
 from herder.config.catalog import cluster_gpu
 from herder.config.detect import detect_cluster
 from herder.config.run import ClusterConfig, RunConfig
+from herder.parallel.support import refuse_unsupported
+from herder.plan.naive import describe_naive
 from herder.plan.training import TrainingPlan, plan_training
 from herder.train.schedule import check_schedule
 from herder.units import format_gb, format_seconds
@@ -31,7 +33,7 @@ def plan_run(
 
     num_ranks: how many were started already; a config without a cluster is planned for so many. A
     run that goes on keeps the values it was started with, whatever this machine would get now.
-    Raises ConfigError for a schedule longer than the run.
+    Raises ConfigError for a schedule longer than the run, PlanError for a plan that cannot be run.
     """
     check_schedule(config.train.schedule, steps=config.train.steps)
     config = _as_started(config)
@@ -42,6 +44,7 @@ def plan_run(
         config.layout,
         model=source.name,
     )
+    refuse_unsupported(plan)
     planned = {name: getattr(plan, name) for name in _PLANNED}
     return _with_train(config, planned), plan
 
@@ -62,7 +65,12 @@ def describe_plan(config: RunConfig, plan: TrainingPlan) -> str:
         f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.model_flops_utilization:.0%}, "
         f"{format_seconds(plan.step_time_seconds.total * config.train.steps)} in all",
     ]
-    return "\n".join([*lines, *(f"  adjusted: {text}" for text in plan.adjustments)])
+    lines += [f"  adjusted: {text}" for text in plan.adjustments]
+    if plan.naive_devices:
+        if cluster_gpu(plan.cluster).kind == "cpu":
+            lines.append("  no GPU here: nn.DataParallel computes as one process does")
+        lines += [f"  {line}" for line in describe_naive(plan.naive_devices)]
+    return "\n".join(lines)
 
 
 def describe_end(config: RunConfig, step: int, again: str | None) -> str:
@@ -82,8 +90,10 @@ def _started_cluster(machine: ClusterConfig, num_ranks: int | None) -> ClusterCo
     """Machines like this one that have as many devices as ranks were started."""
     if num_ranks is None:
         return machine
+    if cluster_gpu(machine).kind == "cpu":  # any number of ranks may share one, by its name
+        return machine.model_copy(update={"gpus_per_node": num_ranks, "gpu": "cpu"})
     nodes, rest = divmod(num_ranks, machine.gpus_per_node)
-    if rest or cluster_gpu(machine).kind == "cpu":  # any number of ranks may share a CPU
+    if rest:
         return machine.model_copy(update={"gpus_per_node": num_ranks})
     return machine.model_copy(update={"nodes": nodes})
 

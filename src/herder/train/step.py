@@ -175,7 +175,7 @@ class StepWork:
     ) -> tuple[Tensor, Tensor | None]:
         """A stage's hidden states, and the `routing_sums` of all layers so far; of the last stage,
         what is to be differentiated."""
-        batch = self._batch.to(self._settings.device)
+        batch = self._batch.to(x.device)
         routing = routing_of(decoder.config, batch, self._noise)
         out = summed_loss(decoder, batch, self._settings, routing, x=x)
         if self._routers is not None and routing is not None:
@@ -208,7 +208,7 @@ class HeldOutWork:
         self, decoder: Decoder, x: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """A stage's hidden states; of the last one, the summed loss."""
-        batch = self._batch.to(self._settings.device)
+        batch = self._batch.to(x.device)
         routing = routing_of(decoder.config, batch)
         out = summed_loss(decoder, batch, self._settings, routing, x=x)
         if decoder.head is not None:
@@ -235,7 +235,12 @@ def summed_loss(
         chunk_tokens=settings.loss_chunk_tokens,
         vocabulary=settings.parallel.vocabulary,
     )
-    attend = PackedAttend(batch.document_lengths, device=settings.device.type, routing=routing)
+    attend = PackedAttend(
+        batch.document_lengths,
+        device=settings.device.type,
+        routing=routing,
+        layers=decoder.config.layers,
+    )
     with _autocast(settings):
         return decoder(
             batch.tokens_T if x is None else x,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from herder.observe.events import (
     Bus,
+    DeviceMemory,
     Incident,
     Notice,
     RouterStats,
@@ -121,3 +122,16 @@ def test_what_routers_did_stands_in_the_line_of_their_step() -> None:
     (line,) = stream.getvalue().splitlines()
     assert "loss 2.5000  aux 3.500" in line
     assert line.endswith("imbalance 2.00 (layer 1)  entropy 50.0%  dead 1  dominant 2")
+
+
+def test_the_memory_of_each_device_stands_in_the_line_of_its_step(tmp_path: Path) -> None:
+    memory = DeviceMemory(step=3, peak_bytes=(2_500_000_000, 1_000_000_000))
+    stream, log = io.StringIO(), JsonLinesSink(tmp_path / "events.jsonl")
+    line_sink = LineSink(stream)
+    for sink in (line_sink, log):
+        sink.receive(memory, unix_seconds=1.0)
+        sink.receive(STEP, unix_seconds=1.0)
+    log.close()
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("devices 2.50 GB | 1.00 GB")
+    assert list(read_events(tmp_path / "events.jsonl")) == [memory, STEP]

@@ -28,7 +28,13 @@ TINY = {
     "train.micro_batch_size": 1,
     "train.global_batch_tokens": 256,
 }
-RANKS = {"phase1_single": 1, "phase1b_naive_data_parallel": 1, "phase2_ddp": 2, "phase3_fsdp": 2, "phase4_3d": 4}
+RANKS = {
+    "phase1_single": 1,
+    "phase1b_naive_data_parallel": 1,
+    "phase2_ddp": 2,
+    "phase3_fsdp": 2,
+    "phase4_3d": 4,
+}
 
 
 def documented_line(recipe: Path) -> list[str]:

@@ -104,7 +104,10 @@ def test_all_violations_are_told_together_with_file_line_and_path(tmp_path: Path
     ("text", "told"),
     [
         ("clip_norm: 4\n", "clip_norm: unknown key. Did you mean 'train.clip_norm'?"),
-        ("layout: aut\n", "must be one of 'auto' or 'naive', or a mapping of keys, given the text 'aut'"),
+        (
+            "layout: aut\n",
+            "must be one of 'auto' or 'naive', or a mapping of keys, given the text 'aut'",
+        ),
         ("train: {schedule: {kind: wsd}}\n", "wsd needs decay_steps, the other kinds"),
         ("train: {compile: 1}\n", "train.compile: must be true or false, given 1."),
         ("train: {compile: yes}\n", "must be true or false, given the text 'yes'."),

@@ -101,7 +101,7 @@ FAULTS: list[tuple[Callable[[Decoder, Parallel], None], str, set[str]]] = [
     (untied_head, "tp=2", {"gradient", "parameter"}),
     (dropped_micro_batch, "dp=2", {"loss", "norm", "gradient", "parameter"}),
     (mean_for_sum, "fsdp=2", {"norm"}),
-    (one_gradient_halved, "fsdp=2,zero=1", {"gradient"}),
+    (one_gradient_halved, "tp=2", {"gradient"}),
     (doubled_output, "tp=2", {"loss", "norm", "gradient", "parameter"}),
 ]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from herder.cli.models import resolve
 from herder.config.catalog import model_config_json
-from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
+from herder.config.run import ClusterConfig, LayoutConfig, RunConfig, TrainConfig
 from herder.errors import PlanError
 from herder.families.registry import architecture_from_hf
 from herder.parallel.support import refuse_unsupported
 from herder.plan.training import TrainingPlan, plan_training
+from herder.train.prepare import plan_run
+from herder.train.source import find_model
 
 
 def planned(model: str, layout: LayoutConfig) -> TrainingPlan:
@@ -33,6 +37,19 @@ def test_expert_and_context_parallelism_are_planned_and_refused_with_what_would_
 
 def test_other_layouts_are_let_through() -> None:
     refuse_unsupported(planned("llama-3-8b", LayoutConfig(tensor_parallel_size=4, zero_stage=2)))
+
+
+def test_training_refuses_it_when_the_run_is_planned() -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"source": "moe-debug", "initialize": "random"},
+            "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+            "layout": {"expert_parallel_size": 2},
+        }
+    )
+    source = find_model(config.model, partial(resolve, needs_weights=False), needs_weights=False)
+    with pytest.raises(PlanError, match="expert_parallel_size=2 can be planned, not run yet"):
+        plan_run(config, source)
 
 
 def test_refusing_needs_no_torch() -> None:

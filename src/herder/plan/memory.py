@@ -122,8 +122,7 @@ def training_memory(candidate: Candidate) -> MemoryGb:
         )
         for layer in sizes.kinds
     }
-    distinct = sizes.distinct_stages(layout.pipeline_parallel_size)
-    stages = [_stage_bytes(candidate, stage, of_layer) for stage in distinct]
+    stages = [_stage_bytes(candidate, stage, of_layer) for stage in candidate.distinct_stages()]
     fullest = max(stages, key=sum)
     return MemoryGb(
         state=even_state_bytes(request, layout, sizes.whole) / GB,
@@ -157,18 +156,15 @@ def _stage_bytes(
         candidate.stage_state(stage).total,
         _activation_bytes(candidate, stage, of_layer),
         logits,
-        _buffer_bytes(candidate, parameters),
+        _buffer_bytes(candidate, parameters) + _arrival_bytes(candidate, stage),
     )
 
 
 def _activation_bytes(candidate: Candidate, stage: int, of_layer: _LayerBytes) -> float:
-    """Of the micro-batches in flight (1F1B keeps stages - stage of them), and one layer at work.
-
-    Source: PipeDream-Flush schedule, Narayanan et al., arXiv:2104.04473, section 2.2.1.
-    """
+    """Of the micro-batches in flight, and one layer at work."""
     layout, hidden = candidate.layout, candidate.request.sizes.architecture.hidden_size
     stages, layers = layout.pipeline_parallel_size, candidate.stage_layers(stage)
-    in_flight = min(candidate.num_micro_batches, stages - stage)
+    in_flight = candidate.micro_batches_in_flight(stage)
     at_work = max(of_layer[layer][1] for layer in layers)
     if candidate.recompute == "full":
         residual = hidden * candidate.residual_bytes / layout.tensor_parallel_size
@@ -200,6 +196,16 @@ def _buffer_bytes(candidate: Candidate, parameters: RankParameters) -> float:
         return reduced
     gathered = max(BLOCKS_IN_FLIGHT * block, block + sizes.largest_end_on_rank(tp=tp))
     return reduced + gathered * candidate.compute_bytes
+
+
+def _arrival_bytes(candidate: Candidate, stage: int) -> float:
+    """Where hidden states arrive from the stage before and gradients from the one behind: torch has
+    a place for each micro-batch of a step."""
+    ranks, chunks = candidate.layout.pipeline_parallel_size, candidate.chunks
+    arrivals = 2 * chunks - (stage == 0) - (stage == ranks - 1)
+    hidden = candidate.request.sizes.architecture.hidden_size * candidate.residual_bytes
+    each = candidate.local_tokens * hidden / candidate.layout.tensor_parallel_size
+    return arrivals * candidate.num_micro_batches * each
 
 
 def layer_bytes_per_token(candidate: Candidate, layer: LayerSpec) -> float:

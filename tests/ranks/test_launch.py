@@ -61,7 +61,8 @@ with stop, seated(rank):
     while fault in ("waits", "deaf"):
         time.sleep(0.05)
         if stop.signal and fault == "waits":
-            (folder / f"saved-{{rank.index}}").touch()
+            time.sleep(0.5)  # for a signal that comes twice
+            (folder / f"saved-{{rank.index}}").write_text(str(stop.num_asked))
             sys.exit(stop.exit_status)
     import torch
     import torch.distributed as dist
@@ -145,6 +146,8 @@ def job(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path)
     yield launch
     launch.process.kill()
+    for pid in launch.left():
+        os.kill(pid, signal.SIGKILL)
     launch.process.communicate()
 
 
@@ -190,7 +193,7 @@ def test_a_signal_reaches_every_rank_once_and_they_save(job: Launch) -> None:
     os.killpg(job.process.pid, signal.SIGTERM)
     status, _, err = job.finish()
     assert (status, job.left()) == (143, [])
-    assert [(job.folder / f"saved-{rank}").exists() for rank in range(RANKS)] == [True] * RANKS
+    assert [(job.folder / f"saved-{rank}").read_text() for rank in range(RANKS)] == ["1"] * RANKS
     assert err.count("herder: ") == err.count("SIGTERM: finishing this step, then saving") == 1
 
 

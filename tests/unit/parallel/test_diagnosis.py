@@ -30,12 +30,14 @@ def found(*states: RankState) -> Exception:
 
 def test_one_that_died_without_a_word_is_the_cause_of_what_others_say() -> None:
     dead = RankState(1, "killed by SIGKILL", note=note("backward"))
-    error = found(waiting(0, ended="ended with exit status 1"), dead, waiting(2), waiting(3))
+    confused = RankState(3, None, note=note(), report=report("bug", "KeyError: 'x'"))
+    error = found(waiting(0, ended="ended with exit status 1"), dead, waiting(2), confused)
     assert isinstance(error, RankError)
     assert error.rank == 1
     told = str(error).splitlines()
     assert told[0] == "rank 1: dp 0, tp 1: killed by SIGKILL, in step 7, backward."
-    assert told[1] == "  ranks 0, 2-3: step 7, reduction, waiting in all_reduce"
+    assert told[1] == "  ranks 0, 2: step 7, reduction, waiting in all_reduce"
+    assert told[2] == "  rank 3: step 7, reduction: KeyError: 'x'"
 
 
 def test_the_first_error_of_its_own_is_the_cause() -> None:

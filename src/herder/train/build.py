@@ -56,9 +56,8 @@ def build_run(
 ) -> TrainRun:
     """Everything the loop needs, for a config whose planned values are filled in.
 
-    mesh: the plan's, where it has more than one rank: all of them call this together.
-
-    The parameters of a resumed run are left as they come, since its checkpoint overwrites them all.
+    mesh: the plan's, where it has more than one rank: all of them call this together. The
+    parameters of a resumed run are left as they come, since its checkpoint overwrites them all.
     """
     train = config.train
     assert train.micro_batch_size is not None, "the plan fills in train.micro_batch_size"
@@ -77,17 +76,10 @@ def build_run(
         config, source, plan, device=device, mesh=mesh, is_resumed=is_resumed
     )
     shard_index, num_shards = parallel.data_shard
-    run_directory = Path(config.run_directory)
-    with first_rank_first():
-        peak, peak_source = peak_flops_per_second(
-            device,
-            cluster_gpu(plan.cluster),
-            precision=train.precision,
-            run_directory=run_directory,
-        )
+    peak, peak_source = _peak(config, plan, device)
     return TrainRun(
         config=config,
-        run_directory=run_directory,
+        run_directory=Path(config.run_directory),
         decoder=decoder,
         optimizer=build_optimizer(decoder.named_parameters(), train.optimizer),
         micro_batches=partial(
@@ -108,9 +100,21 @@ def build_run(
         meta=build_meta(config, source, plan),
         model_files=model_files(source, tokenizer),
         flops_per_token=plan.flops_per_token,
-        peak_flops_per_second=peak * plan.layout.num_ranks,
+        peak_flops_per_second=peak,
         peak_source=peak_source,
     )
+
+
+def _peak(config: RunConfig, plan: TrainingPlan, device: torch.device) -> tuple[float, str]:
+    """(FLOP/s of all ranks, where the figure is from)."""
+    with first_rank_first():  # which measures it on a CPU
+        peak, source = peak_flops_per_second(
+            device,
+            cluster_gpu(plan.cluster),
+            precision=config.train.precision,
+            run_directory=Path(config.run_directory),
+        )
+    return peak * plan.layout.num_ranks, source
 
 
 def build_model(

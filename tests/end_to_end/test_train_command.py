@@ -246,7 +246,7 @@ def test_another_config_is_refused_with_the_keys_that_differ(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("cluster.nodes=2",), "this build trains on one"),
+        (("cluster.nodes=2",), "can start ranks on its own node only"),
         (("train.schedule.warmup_steps=99",), "exceeds train.steps=60"),
         (("data.source=/no/such/file.txt",), "/no/such/file.txt"),
         (("model.config.vocab_size=300",), "vocab_size"),

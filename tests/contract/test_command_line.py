@@ -21,6 +21,7 @@ NOT_A_MODEL = [
     ["serve", "llama-9-7b"],
     ["convert", "llama-9-7b", "target"],
     ["parity", "llama-9-7b"],
+    ["verify", "llama-9-7b"],
     ["train", "no_such_recipe.yaml"],
 ]
 

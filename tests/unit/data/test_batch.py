@@ -43,3 +43,15 @@ def test_moving_to_a_device_keeps_every_field() -> None:
     assert moved.document_lengths == batch.document_lengths
     assert torch.equal(moved.weights_T, batch.weights_T)
     assert torch.equal(moved.real_T, batch.real_T)
+
+
+def test_padding_weighs_nothing_and_is_in_documents_no_longer_than_those_there_are() -> None:
+    batch = micro_batch((4, 2))
+    padded = batch.padded_to(15)
+    assert padded.document_lengths == (4, 2, 4, 4, 1)
+    assert padded.positions_T[6:].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert (padded.num_loss_tokens, padded.num_real_tokens) == (4.5, 5)
+    assert torch.equal(padded.tokens_T[:6], batch.tokens_T)
+    assert batch.padded_to(6) is batch
+    with pytest.raises(AssertionError, match="6 tokens are more than 5"):
+        batch.padded_to(5)

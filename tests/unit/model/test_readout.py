@@ -46,6 +46,20 @@ def test_the_chunked_loss_and_its_gradients_equal_cross_entropy(
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_gradients_of_inputs_and_of_weights_may_be_taken_apart(make_decoder, pack, targets):
+    whole, apart = make_decoder(), make_decoder()
+    (run(whole, pack, LossReadout(*targets)) * 0.5).backward()
+    loss = run(apart, pack, LossReadout(*targets)) * 0.5
+    inwards, head = list(apart.layers.parameters()), apart.head.weight
+    for parameter, gradient in zip(
+        inwards, torch.autograd.grad(loss, inwards, retain_graph=True), strict=True
+    ):
+        parameter.grad = gradient
+    (head.grad,) = torch.autograd.grad(loss, [head])
+    for name, parameter in [*apart.layers.named_parameters(prefix="layers"), ("head.weight", head)]:
+        assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name
+
+
 def test_capped_logits_are_capped_for_every_readout(make_decoder, pack, targets):
     capped = make_decoder(final_logit_softcap=1.5)
     logits_TV = run(make_decoder(), pack, None)

@@ -12,6 +12,8 @@ from herder.model.routing import (
     Routing,
     expert_counts,
     load_balancing_loss,
+    routing_losses,
+    routing_sums,
     z_loss,
 )
 
@@ -72,6 +74,24 @@ def test_the_z_loss_is_the_mean_square_of_logsumexp_over_real_tokens(logits):
         route(routing, layer, logits_TE, 2)
     expected = torch.cat(logits)[real_T.repeat(3)].logsumexp(-1).square().mean()
     torch.testing.assert_close(z_loss(routing.records), expected)
+
+
+def test_sums_of_parts_of_a_model_give_the_losses_of_the_whole_and_their_gradients(logits):
+    def sums(layers):
+        routing = Routing(torch.arange(14) > 4)
+        for layer in layers:
+            route(routing, layer, leaves[layer], 2)
+        return routing_sums(routing.records)
+
+    found = []
+    for parts in ([(0, 1, 2)], [(0,), (1, 2)]):
+        leaves = [logits_TE.detach().requires_grad_() for logits_TE in logits]
+        losses = routing_losses(sum(sums(part) for part in parts))
+        (losses * torch.tensor([1.0, 0.1])).sum().backward()
+        found.append([losses.detach(), *(leaf.grad for leaf in leaves)])
+    for whole, added in zip(*found, strict=True):
+        assert whole.abs().sum() > 0
+        torch.testing.assert_close(added, whole)
 
 
 def test_losses_of_nothing_but_padding_are_zero(logits):

@@ -48,6 +48,7 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, int]]] = {
     "copies": (2, {"zero_stage": 0}),
     "sharded": (2, {"zero_stage": 3}),
     "tensor": (2, {"tensor_parallel_size": 2}),
+    "stages": (2, {"pipeline_parallel_size": 2}),
     "tensor and sharded": (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
 }
 

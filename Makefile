@@ -53,7 +53,7 @@ imports: $(STAMP) ## Check that imports go downward only.
 spelling: $(STAMP) ## Check spelling.
 	$(BIN)/codespell
 
-bench: $(STAMP) fetch ## Measure training and decoding beside transformers.
+bench: $(STAMP) fetch ## Measure training and decoding beside transformers, two ranks beside one process.
 	$(BIN)/python bench/run.py
 
 clean: ## Remove what the tools wrote; keep .venv and runs.

@@ -53,21 +53,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Case = Callable[[], int]
 
 
-def build(side: str, work: str, precision: str, mode: str, model: Path | None) -> Case:
+def build(side: str, work: str, precision: str, mode: str, model: Path | None, device: str) -> Case:
     """The case of one row and column of the tables."""
     if work in MANY_EXPERTS:
         config = {**ROUTED, "num_local_experts": int(mode)}
-        return herder_passes(config, precision, backward=work == "experts")
+        return herder_passes(config, precision, device, backward=work == "experts")
     if work in TRAINED:
         training = {"herder": herder_training, "transformers": transformers_training}[side]
-        return training(TRAINED[work], precision, compiled=mode == "compile")
+        return training(TRAINED[work], precision, device, compiled=mode == "compile")
     builders = {
         ("herder", "decode"): herder_decoding,
         ("transformers", "decode"): transformers_decoding,
         ("herder", "prefill"): herder_prefill,
         ("transformers", "prefill"): transformers_prefill,
     }
-    return builders[side, work](precision, model)
+    return builders[side, work](precision, model, device)
 
 
 def token_batches() -> torch.Tensor:
@@ -82,22 +82,22 @@ def prompt_tokens(num_tokens: int) -> torch.Tensor:
     return torch.randint(1_000, 40_000, (num_tokens,), generator=generator)
 
 
-def herder_training(config: dict, precision: str, *, compiled: bool) -> Case:
+def herder_training(config: dict, precision: str, device: str, *, compiled: bool) -> Case:
     """One optimizer step of `herder train` a call."""
     from herder.config.run import OptimizerConfig
     from herder.parallel.compile import apply_compile
     from herder.train.optimizer import build_optimizer
     from herder.train.step import train_step
 
-    decoder, settings = _herder_model(config, precision)
+    decoder, settings = _herder_model(config, precision, device)
     if compiled:
-        apply_compile(decoder.layers, device_type="cpu")
+        apply_compile(decoder.layers, device_type=device)
     optimizer = build_optimizer(decoder.named_parameters(), OptimizerConfig())
-    batches = _micro_batches()
+    batches = micro_batches()
     return _cycle(batches, lambda batch: train_step(decoder, optimizer, [batch], settings))
 
 
-def herder_passes(config: dict, precision: str, *, backward: bool) -> Case:
+def herder_passes(config: dict, precision: str, device: str, *, backward: bool) -> Case:
     """Forward of one micro-batch a call, and backward, gradients accumulating.
 
     The optimizer is left out: it updates all experts, whatever the tokens chose. So does backward
@@ -106,33 +106,34 @@ def herder_passes(config: dict, precision: str, *, backward: bool) -> Case:
     from herder.train.routers import routing_of
     from herder.train.step import summed_loss
 
-    decoder, settings = _herder_model(config, precision)
+    decoder, settings = _herder_model(config, precision, device)
 
     def passes(batch) -> None:
+        batch = batch.to(device)
         routing = routing_of(decoder.config, batch)
         with torch.set_grad_enabled(backward):
             loss = summed_loss(decoder, batch, settings, routing)
         if backward:
             loss.backward()
 
-    return _cycle(_micro_batches(), passes)
+    return _cycle(micro_batches(), passes)
 
 
-def _herder_model(config: dict, precision: str):
+def _herder_model(config: dict, precision: str, device: str):
     from herder.families.registry import architecture_from_hf
     from herder.model.build import build_decoder, initialize_weights, materialize
     from herder.train.step import StepSettings
 
     decoder = build_decoder(architecture_from_hf(config, name="the benchmark's model"))
-    materialize(decoder, device="cpu")
+    materialize(decoder, device=device)
     initialize_weights(decoder, seed=0)
     settings = StepSettings(
-        device=torch.device("cpu"), precision=precision, loss_chunk_tokens=512, clip_norm=1.0
+        device=torch.device(device), precision=precision, loss_chunk_tokens=512, clip_norm=1.0
     )
     return decoder, settings
 
 
-def _micro_batches() -> list:
+def micro_batches() -> list:
     from herder.data.batch import MicroBatch
 
     positions_T = torch.arange(SEQUENCE_LENGTH).repeat(MICRO_BATCH_SIZE)
@@ -150,21 +151,22 @@ def _micro_batches() -> list:
     ]
 
 
-def transformers_training(config: dict, precision: str, *, compiled: bool) -> Case:
+def transformers_training(config: dict, precision: str, device: str, *, compiled: bool) -> Case:
     """The plain loop: model with labels, backward, clip to 1.0, fused AdamW."""
     import transformers
 
     keys = {key: value for key, value in config.items() if key != "model_type"}
     settings = transformers.AutoConfig.for_model(config["model_type"], **keys)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(settings).train()
+    model = transformers.AutoModelForCausalLM.from_config(settings).to(device).train()
     called = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
 
     def step(rows: torch.Tensor) -> None:
-        with _autocast(precision):
+        rows = rows.to(device)
+        with _autocast(precision, device):
             loss = called(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,19 +177,19 @@ def transformers_training(config: dict, precision: str, *, compiled: bool) -> Ca
     return _cycle(list(token_batches()), step)
 
 
-def herder_decoding(precision: str, model: Path | None) -> Case:
+def herder_decoding(precision: str, model: Path | None, device: str) -> Case:
     """Greedy tokens after a short prompt, through the token loop that serves."""
-    return _herder_answer(precision, model, DECODE_PROMPT_TOKENS, DECODE_TOKENS)
+    return _herder_answer(precision, model, device, DECODE_PROMPT_TOKENS, DECODE_TOKENS)
 
 
-def herder_prefill(precision: str, model: Path | None) -> Case:
+def herder_prefill(precision: str, model: Path | None, device: str) -> Case:
     """A long prompt and its first token, through the token loop that serves."""
-    answer = _herder_answer(precision, model, PREFILL_TOKENS, 1)
+    answer = _herder_answer(precision, model, device, PREFILL_TOKENS, 1)
     return lambda: answer() * PREFILL_TOKENS
 
 
 def _herder_answer(
-    precision: str, model: Path | None, num_prompt_tokens: int, num_tokens: int
+    precision: str, model: Path | None, device: str, num_prompt_tokens: int, num_tokens: int
 ) -> Case:
     from herder.checkpoint.huggingface import load_weights
     from herder.checkpoint.source import resolve_model
@@ -196,10 +198,11 @@ def _herder_answer(
     from herder.model.build import build_decoder
     from herder.serve.kernels import load_kernels
 
-    load_kernels()
+    if device == "cpu":
+        load_kernels()
     source = resolve_model(str(model))
     decoder = build_decoder(source.architecture, dtype=DTYPES[precision])
-    load_weights(decoder, source, device="cpu")
+    load_weights(decoder, source, device=device)
     runner = Runner(decoder, window_tokens=2_048, eos_token_ids=source.eos_token_ids)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     request = Request(prompt_tokens(num_prompt_tokens).tolist(), params)
@@ -214,10 +217,10 @@ def _herder_answer(
     return answer
 
 
-def transformers_decoding(precision: str, model: Path | None) -> Case:
+def transformers_decoding(precision: str, model: Path | None, device: str) -> Case:
     """`generate`, greedy, the same prompt and number of tokens."""
-    network = _transformers_model(precision, model)
-    prompt = prompt_tokens(DECODE_PROMPT_TOKENS)[None]
+    network = _transformers_model(precision, model, device)
+    prompt = prompt_tokens(DECODE_PROMPT_TOKENS)[None].to(device)
 
     @torch.inference_mode()
     def decode() -> int:
@@ -234,10 +237,10 @@ def transformers_decoding(precision: str, model: Path | None) -> Case:
     return decode
 
 
-def transformers_prefill(precision: str, model: Path | None) -> Case:
+def transformers_prefill(precision: str, model: Path | None, device: str) -> Case:
     """One forward of the same long prompt with a cache, logits of the last token only."""
-    network = _transformers_model(precision, model)
-    prompt = prompt_tokens(PREFILL_TOKENS)[None]
+    network = _transformers_model(precision, model, device)
+    prompt = prompt_tokens(PREFILL_TOKENS)[None].to(device)
 
     @torch.inference_mode()
     def prefill() -> int:
@@ -247,10 +250,10 @@ def transformers_prefill(precision: str, model: Path | None) -> Case:
     return prefill
 
 
-def _autocast(precision: str) -> contextlib.AbstractContextManager[object]:
+def _autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+    return torch.autocast(device, dtype=torch.bfloat16)
 
 
 def _cycle(batches: list, step: Callable) -> Case:
@@ -263,8 +266,8 @@ def _cycle(batches: list, step: Callable) -> Case:
     return run
 
 
-def _transformers_model(precision: str, model: Path | None):
+def _transformers_model(precision: str, model: Path | None, device: str):
     import transformers
 
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[precision])
-    return network.eval()
+    return network.to(device).eval()

@@ -1,5 +1,5 @@
 """herder beside transformers on the same work, weights, tokens and threads; and beside itself with
-more and more experts, of which a token meets two.
+more and more experts, of which a token meets two; and on two ranks beside one process.
 
 Each comparison runs all its settings in processes of their own that take turns, repetition by
 repetition, so that a machine that slows down slows all of them. Prints medians, ratios of paired
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import cases
 import roofline
+import scaling
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from workers import Worker, take_turns
 
 HERE = Path(__file__).parent
 FLOPS_PER_TOKEN = {
@@ -46,81 +45,47 @@ AIMS = {
 """(speed against the peer's best setting, peak memory against that setting's)."""
 
 
-WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train")
-
-
-@dataclass
-class Worker:
-    """One setting: side and mode, its process and its measurements."""
-
-    side: str
-    mode: str
-    process: subprocess.Popen
-    rates: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_gb: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.side} {self.mode}" + (" experts" if self.mode.isdigit() else "")
-
-    @property
-    def tokens_per_second(self) -> float:
-        return statistics.median(self.rates)
-
-    def has_time(self, limit_seconds: float) -> bool:
-        """Whether one more repetition, as long as the last, ends within the limit."""
-        return not self.seconds or sum(self.seconds) + self.seconds[-1] <= limit_seconds
-
-    def repeat(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        reply = self.read()
-        self.rates.append(reply["tokens"] / reply["seconds"])
-        self.seconds.append(reply["seconds"])
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.peak_gb = self.read()["peak_gb"]
-        self.process.wait()
-
-    def read(self) -> dict:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"bench: {self.name} died with exit status {self.process.wait()}")
-        return json.loads(line)
+WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train", "scaling")
 
 
 def main() -> None:
     arguments = parse()
     console = Console()
+    device = arguments.device
     limits = {
-        "fp32 GEMM GFLOP/s": roofline.gemm_gflops(torch.float32),
-        "bf16 GEMM GFLOP/s": roofline.gemm_gflops(torch.bfloat16),
-        "memory read GB/s": roofline.read_gb_per_second(),
+        "fp32 GEMM GFLOP/s": roofline.gemm_gflops(torch.float32, device=device),
+        "bf16 GEMM GFLOP/s": roofline.gemm_gflops(torch.bfloat16, device=device),
+        "memory read GB/s": roofline.read_gb_per_second(device=device),
     }
-    console.print(f"{arguments.threads} threads, torch {torch.__version__}:", limits)
+    name = f"{arguments.threads} threads"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    console.print(f"{name}, torch {torch.__version__}:", limits)
     model = None
     if {"decode", "prefill"} & set(arguments.works):
         model = converted_model()
     results = []
     for work in arguments.works:
         for precision in arguments.precisions:
-            workers = compare(work, precision, model, arguments)
-            results += report(console, work, precision, workers, limits)
+            if work == "scaling":
+                results += scaling.compare(console, precision, arguments)
+                continue
+            workers = compare(console, work, precision, model, arguments)
+            aims = AIMS.get((work, precision)) if device == "cpu" else None
+            results += report(console, work, precision, workers, limits, aims)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"limits": limits, "rows": results}, indent=1))
+        told = {"machine": name, "limits": limits, "rows": results}
+        arguments.output.write_text(json.dumps(told, indent=1))
         console.print(f"rows: {arguments.output}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--works", nargs="+", default=list(WORKS))
+    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    sides = ["herder", "transformers"]
+    parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
     parser.add_argument("--modes", nargs="+", default=["eager", "compile"], help="of training")
     parser.add_argument("--repeats", type=int, default=5, help="of each setting, in turns")
     parser.add_argument(
@@ -129,6 +94,10 @@ def parse() -> argparse.Namespace:
         default=120.0,
         metavar="SECONDS",
         help="of repetitions of one setting: the first is always done, a further one if it fits",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--sequences", type=int, default=cases.MICRO_BATCH_SIZE, help="of a training step"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench/results.json"))
@@ -139,59 +108,57 @@ def converted_model() -> Path:
     """SmolLM2-135M-Instruct as a folder both sides load."""
     folder = Path("runs/bench/smollm2-135m-instruct").resolve()
     if not folder.exists():
-        herder = Path(sys.executable).with_name("herder")
-        subprocess.run([herder, "convert", "smollm2-135m-instruct", folder], check=True)
+        herder = [sys.executable, "-c", "from herder.cli.main import main; main()"]
+        subprocess.run([*herder, "convert", "smollm2-135m-instruct", folder], check=True)
     return folder
 
 
 def compare(
-    work: str, precision: str, model: Path | None, arguments: argparse.Namespace
+    console: Console,
+    work: str,
+    precision: str,
+    model: Path | None,
+    arguments: argparse.Namespace,
 ) -> list[Worker]:
-    workers, settings = [], list(settings_of(work, arguments.modes))
-    with Progress(transient=True) as progress:
-        task = progress.add_task(f"{work} {precision}", total=len(settings) * arguments.repeats)
-        for side, mode in settings:
-            progress.update(task, description=f"{work} {precision}: starting {side} {mode}")
-            workers.append(start(side, work, precision, mode, model, arguments.threads))
-        for _ in range(arguments.repeats):
-            for worker in workers:
-                progress.update(task, description=f"{work} {precision}: {worker.name}")
-                if worker.has_time(arguments.limit):
-                    worker.repeat()
-                progress.advance(task)
-    for worker in workers:
-        worker.close()
-    return workers
+    command = [sys.executable, str(HERE / "worker.py")]
+    options = ["--precision", precision, "--threads", str(arguments.threads)]
+    options += ["--device", arguments.device, "--sequences", str(arguments.sequences)]
+    if model is not None:
+        options += ["--model", str(model)]
+    settings = [
+        (side, mode, [*command, side, work, "--mode", mode, *options])
+        for side, mode in settings_of(work, arguments)
+    ]
+    return take_turns(
+        console,
+        f"{work} {precision}",
+        settings,
+        repeats=arguments.repeats,
+        limit_seconds=arguments.limit,
+    )
 
 
-def settings_of(work: str, modes: list[str]) -> Iterator[tuple[str, str]]:
+def settings_of(work: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(side, mode) of the settings that take turns."""
     if work in cases.MANY_EXPERTS:
         yield from (("herder", count) for count in cases.EXPERT_COUNTS)
         return
-    for side in ("herder", "transformers"):
-        yield from ((side, mode) for mode in (modes if work in cases.TRAINED else ["eager"]))
-
-
-def start(
-    side: str, work: str, precision: str, mode: str, model: Path | None, threads: int
-) -> Worker:
-    command = [sys.executable, str(HERE / "worker.py"), side, work]
-    command += ["--precision", precision, "--mode", mode, "--threads", str(threads)]
-    if model is not None:
-        command += ["--model", str(model)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    worker = Worker(side, mode, process)
-    worker.read()
-    return worker
+    modes = arguments.modes if work in cases.TRAINED else ["eager"]
+    for side in arguments.sides:
+        yield from ((side, mode) for mode in modes)
 
 
 def report(
-    console: Console, work: str, precision: str, workers: list[Worker], limits: dict[str, float]
+    console: Console,
+    work: str,
+    precision: str,
+    workers: list[Worker],
+    limits: dict[str, float],
+    aims: tuple[float, float | None] | None,
 ) -> list[dict]:
     peers = [worker for worker in workers if worker.side != "herder"]
     peer = max(peers, key=lambda worker: worker.tokens_per_second) if peers else workers[0]
-    speed_aim, memory_aim = AIMS.get((work, precision), (None, None))
+    speed_aim, memory_aim = aims or (None, None)
     title = f"{work} {precision}: ratios against {peer.name}"
     if speed_aim:
         title += f"; aim {speed_aim} x"
@@ -212,11 +179,7 @@ def report(
         table.add_column(heading, justify="left" if heading == "setting" else "right")
     rows = []
     for worker in workers:
-        ratio = statistics.median(
-            # a slow setting has fewer repetitions: its own are paired with the first of the others
-            ours / theirs
-            for ours, theirs in zip(worker.rates, peer.rates, strict=False)
-        )
+        ratio = worker.ratio_to(peer)
         share, limit = share_of_limit(work, precision, worker.tokens_per_second, limits)
         rows.append(
             {

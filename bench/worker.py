@@ -27,21 +27,42 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sequences", type=int, default=cases.MICRO_BATCH_SIZE)
     parser.add_argument("--warmup", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    cases.MICRO_BATCH_SIZE = arguments.sequences
     case = cases.build(
-        arguments.side, arguments.work, arguments.precision, arguments.mode, arguments.model
+        arguments.side,
+        arguments.work,
+        arguments.precision,
+        arguments.mode,
+        arguments.model,
+        arguments.device,
     )
+    wait = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
     for _ in range(arguments.warmup):
         case()
     answer({"ready": True})
     for _ in sys.stdin:
+        wait()
         start = time.perf_counter()
         tokens = case()
+        wait()
         answer({"tokens": tokens, "seconds": time.perf_counter() - start})
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    answer({"peak_gb": peak_kib * 1024 / 1e9})
+    answer({"peak_gb": peak_bytes(arguments.device) / 1e9})
+
+
+def peak_bytes(device: str) -> int:
+    """Allocated on a GPU, or the process' resident memory."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage remembers what the process that started this one had
+        words = status.read_text().split()
+        return int(words[words.index("VmHWM:") + 1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def answer(message: dict[str, object]) -> None:

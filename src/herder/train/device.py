@@ -23,10 +23,13 @@ _GEMM_SECONDS = 0.4
 
 
 def choose_device(local_index: int = 0) -> torch.device:
-    """The GPU of that number where there are any, else the CPU."""
+    """The GPU of that number where there are any, else the CPU.
+
+    Slurm may show each of a node's processes its own GPU alone, which then is the only one.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_index)
+    device = torch.device("cuda", local_index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

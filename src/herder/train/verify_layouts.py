@@ -60,10 +60,8 @@ def parse_layout(text: str) -> VerifyLayout:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in (*DEGREES, *_VALUES):
             known = close_match(name, (*DEGREES, *_VALUES))
-            raise ConfigError(
-                f"--layouts {text}: {part.strip()!r} is no key=value. {known} "
-                f"For example {_EXAMPLES}."
-            )
+            problem = f"unknown key {name!r}" if equals else f"{part.strip()!r} is no key=value"
+            raise ConfigError(f"--layouts {text}: {problem}. {known} For example {_EXAMPLES}.")
         if name in given:
             raise ConfigError(f"--layouts {text}: {name} is given twice.")
         _check_value(text, name, value)

@@ -30,7 +30,7 @@ def published(name: str) -> ArchitectureConfig:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("tq=2", "'tq=2' is no key=value. Known: .*fsdp.* For example tp=2,pp=2"),
+        ("tq=2", "unknown key 'tq'. Known: .*fsdp.* For example tp=2,pp=2"),
         ("fdsp=2", "Did you mean 'fsdp'"),
         ("tp", "'tp' is no key=value"),
         ("", "'' is no key=value"),

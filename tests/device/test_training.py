@@ -9,25 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-)
-from herder.config.catalog import gpu
-from herder.config.run import ClusterConfig, LayoutConfig, OptimizerConfig, TrainConfig
-from herder.data.batch import MicroBatch
-from herder.model.build import build_decoder, initialize_weights
-from herder.parallel.apply import apply
+from herder.config.architecture import MlpConfig
 from herder.parallel.collectives import gather_dims, gather_rows, scatter_sum
-from herder.parallel.mesh import Rank, build_mesh, joined
-from herder.parallel.shards import copy_part
-from herder.plan.training import plan_training
-from herder.train.optimizer import build_optimizer
-from herder.train.step import StepSettings, train_step
+from herder.parallel.mesh import Rank, joined
+from tests.tiny import micro_batches, plan_on_cpus, planned_trainer, tiny_model
 
 pytestmark = [
     pytest.mark.device,
@@ -35,19 +20,13 @@ pytestmark = [
 ]
 
 TOKENS = 256
-ARCHITECTURE = ArchitectureConfig(
+ARCHITECTURE = tiny_model(
+    "dwdw",
+    head_dim=16,
+    attention={"sinks": True},
     vocab_size=256,
-    hidden_size=64,
     max_position_embeddings=TOKENS,
-    norm=NormConfig(eps=1e-5),
-    tie_embeddings=True,
-    attention=GroupedQueryAttention(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, scale=0.25, sinks=True
-    ),
-    ropes=(RopeConfig(theta=1e4, rotary_dim=16),),
     mlp=MlpConfig(intermediate_size=128),
-    layers=(LayerSpec(), LayerSpec(attention="sliding", window=40)) * 2,
-    initializer_range=0.1,
 )
 
 
@@ -67,51 +46,20 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def micro_batch(number: int) -> MicroBatch:
-    tokens_T = torch.randint(0, 256, (TOKENS + 1,), generator=torch.Generator().manual_seed(number))
-    lengths = (100 + number, TOKENS - 100 - number)
-    return MicroBatch(
-        tokens_T=tokens_T[:-1],
-        positions_T=torch.cat([torch.arange(length) for length in lengths]),
-        targets_T=tokens_T[1:],
-        weights_T=torch.ones(TOKENS),
-        real_T=torch.ones(TOKENS, dtype=torch.bool),
-        document_lengths=lengths,
-        first_token=number * TOKENS,
-    )
-
-
 def losses(
     device_type: str, precision: str, *, compiled: bool = False, zero_stage: int | None = None
 ) -> list[float]:
     """Of a few steps of two micro-batches; zero_stage: in the process group, sharded over it."""
-    cluster = ClusterConfig(nodes=1, gpus_per_node=1, gpu=gpu("h100-80gb"))
-    train = TrainConfig(
-        sequence_length=TOKENS,
-        micro_batch_size=1,
-        global_batch_tokens=2 * TOKENS,
-        precision="bf16" if precision == "bf16" else "fp32",
-    )
-    plan = plan_training(ARCHITECTURE, cluster, train, LayoutConfig())
-    mesh = None
+    train = {"sequence_length": TOKENS, "global_batch_tokens": 2 * TOKENS, "precision": precision}
+    plan = plan_on_cpus(ARCHITECTURE, **train)
     if zero_stage is not None:
         layout = plan.layout.model_copy(update={"zero_stage": zero_stage})
         plan = plan.model_copy(update={"layout": layout})
-        mesh = build_mesh(plan.mesh_axes, device_type)
-    device = torch.device(device_type)
-    decoder = build_decoder(ARCHITECTURE)
-    parallel = apply(decoder, plan, mesh, device=device, compiled=compiled)
-    initialize_weights(decoder, seed=0, place=copy_part)
-    settings = StepSettings(
-        device=device,
-        precision=train.precision,
-        loss_chunk_tokens=64,
-        clip_norm=1.0,
-        parallel=parallel,
+    in_a_group = zero_stage is not None
+    run = planned_trainer(
+        ARCHITECTURE, plan, device=device_type, compiled=compiled, in_a_group=in_a_group
     )
-    optimizer = build_optimizer(decoder.named_parameters(), OptimizerConfig(epsilon=1e-5))
-    steps = [[micro_batch(2 * step), micro_batch(2 * step + 1)] for step in range(4)]
-    return [train_step(decoder, optimizer, batches, settings).loss for batches in steps]
+    return [run.step(micro_batches(step, 2, TOKENS)).loss for step in range(4)]
 
 
 def test_a_gpu_has_the_losses_of_a_cpu() -> None:

@@ -19,37 +19,16 @@ from herder.train.prepare import plan_run
 from herder.train.resume import find_checkpoint, load_progress
 from herder.train.source import find_model
 from herder.train.state import TrainRun
+from tests.tiny import HERDER_JSON, LLAMA_JSON
 
 STEPS = 6
 WORDS = ("herd", "sheep", "wolf", "gate", "field", "rain", "night", "bell", "hill", "dog")
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
 ROUTED = {
-    **{key: value for key, value in MODEL.items() if key not in ("model_type", "architectures")},
-    "model_type": "herder",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    **HERDER_JSON,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 16,
-    "dense_layers": "last 1",
     "router_scoring": "sigmoid",
-    "router_correction_bias": True,
-    "router_bias_update_rate": 0.01,
     "router_noise": {"std": 0.5, "decay_steps": STEPS - 1},
-    "router_aux_loss_coef": 0.01,
     "router_z_loss_coef": 0.001,
 }
 BIAS = "layers.0.feed_forward.router.correction_bias"
@@ -98,7 +77,7 @@ def start(
     (tmp_path / "text.txt").write_text("\n\n".join(paragraphs))
 
     def recipe(
-        model: dict[str, Any] = MODEL, **train_settings: Any
+        model: dict[str, Any] = LLAMA_JSON, **train_settings: Any
     ) -> Callable[[str], tuple[TrainRun, Bus, Steps]]:
         def build(name: str) -> tuple[TrainRun, Bus, Steps]:
             settings = {
@@ -165,7 +144,7 @@ RECOMPUTED = {"precision": "bf16", "recompute": "full"}
 @pytest.mark.parametrize(
     ("model", "settings", "stopped_after"),
     [
-        *((MODEL, settings, step) for settings in (FP32, BF16, RECOMPUTED) for step in (1, 4)),
+        *((LLAMA_JSON, settings, step) for settings in (FP32, BF16, RECOMPUTED) for step in (1, 4)),
         (ROUTED, FP32, 4),
         (ROUTED, RECOMPUTED, 1),
     ],

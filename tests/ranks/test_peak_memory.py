@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-)
-from herder.config.catalog import gpu
-from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
+from herder.config.architecture import MlpConfig
 from herder.model.build import build_decoder, initialize_weights
 from herder.parallel.apply import apply
 from herder.parallel.mesh import build_mesh
 from herder.parallel.ranks import run_on_ranks
 from herder.parallel.shards import copy_part
 from herder.plan.parameters import parameter_count
-from herder.plan.training import TrainingPlan, plan_training
+from herder.plan.training import TrainingPlan
+from tests.tiny import plan_on_cpus, tiny_model
 
 NUM_RANKS = 4
-MODEL = ArchitectureConfig(
+MODEL = tiny_model(
+    "dddd",
+    head_dim=128,
+    attention={"num_attention_heads": 8, "num_key_value_heads": 4},
     vocab_size=2048,
     hidden_size=1024,
-    max_position_embeddings=64,
-    norm=NormConfig(eps=1e-5),
     tie_embeddings=False,
-    attention=GroupedQueryAttention(
-        num_attention_heads=8, num_key_value_heads=4, head_dim=128, scale=128**-0.5
-    ),
-    ropes=(RopeConfig(theta=10_000.0, rotary_dim=128),),
     mlp=MlpConfig(intermediate_size=2816),
-    layers=(LayerSpec(),) * 4,
 )
 WHOLE_BYTES = 4 * parameter_count(MODEL)
 LARGEST_BYTES = 4 * 2816 * 1024
@@ -72,15 +59,9 @@ def peak_growth(plan: TrainingPlan, device: str) -> int:
     return memory_bytes("VmHWM") - before
 
 
-def plan_of(layout: dict[str, Any]) -> TrainingPlan:
-    cluster = ClusterConfig(gpus_per_node=NUM_RANKS, gpu=gpu("cpu"))
-    train = TrainConfig(sequence_length=64, micro_batch_size=1, precision="fp32")
-    return plan_training(MODEL, cluster, train, LayoutConfig(**layout))
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_rank_ever_holds_more_than_its_share_and_one_parameter(name: str) -> None:
-    plan = plan_of(LAYOUTS[name])
+    plan = plan_on_cpus(MODEL, NUM_RANKS, LAYOUTS[name], sequence_length=64)
     assert plan.state_bytes.parameters < 0.6 * WHOLE_BYTES, "a share is all but the whole model"
     allowed = plan.state_bytes.parameters + 2 * LARGEST_BYTES + SLACK_BYTES
     assert allowed < WHOLE_BYTES, "this would not notice a whole model"
@@ -90,6 +71,7 @@ def test_no_rank_ever_holds_more_than_its_share_and_one_parameter(name: str) -> 
 
 
 def test_a_rank_that_builds_the_whole_model_is_noticed() -> None:
-    peaks = run_on_ranks(peak_growth, NUM_RANKS, plan_of({"zero_stage": 1}), "cpu")
+    plan = plan_on_cpus(MODEL, NUM_RANKS, {"zero_stage": 1}, sequence_length=64)
+    peaks = run_on_ranks(peak_growth, NUM_RANKS, plan, "cpu")
     print([f"{peak / 1e6:.0f} of {WHOLE_BYTES / 1e6:.0f} MB" for peak in peaks])
     assert min(peaks) > 0.9 * WHOLE_BYTES

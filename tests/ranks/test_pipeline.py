@@ -18,74 +18,39 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    MoeConfig,
-    NormConfig,
-    RopeConfig,
-)
-from herder.config.catalog import gpu
-from herder.config.run import ClusterConfig, LayoutConfig, OptimizerConfig, TrainConfig
-from herder.data.batch import MicroBatch
-from herder.model.build import build_decoder, initialize_weights
-from herder.parallel.apply import apply
-from herder.parallel.mesh import build_mesh
+from herder.config.architecture import ArchitectureConfig
+from herder.config.run import LayoutConfig
 from herder.parallel.ranks import run_on_ranks
-from herder.parallel.shards import copy_part, whole_tensor
-from herder.plan.training import TrainingPlan, plan_training
-from herder.train.optimizer import build_optimizer
+from herder.parallel.shards import whole_tensor
+from herder.plan.training import TrainingPlan
 from herder.train.routers import RoutingTotals
-from herder.train.step import StepSettings, held_out_loss, train_step
+from herder.train.step import held_out_loss
+from tests.tiny import MOE, micro_batches, plan_on_cpus, planned_trainer, tiny_model
 
 TOKENS = 24
 STEPS = 3
 BATCHES = 4
 RELATIVE = 1e-5
 """fp32 sums in another order differ by 1e-7, of which three steps make some 1e-6."""
-BALANCE = {"scoring": "sigmoid", "correction_bias": True, "correction_bias_update_rate": 0.01}
+BALANCED = {
+    "scoring": "sigmoid",
+    "correction_bias": True,
+    "correction_bias_update_rate": 0.01,
+    "aux_loss_coefficient": 0.5,
+    "z_loss_coefficient": 0.05,
+}
 
 
-def architecture(kinds: str, *, tied: bool = True) -> ArchitectureConfig:
-    """One layer a letter: d dense, m with experts."""
-    layers = {"d": LayerSpec(), "m": LayerSpec(feed_forward="routed")}
-    moe = MoeConfig(
-        num_experts=4,
-        num_experts_per_token=2,
-        expert_intermediate_size=16,
-        normalize_weights=True,
-        aux_loss_coefficient=0.5,
-        z_loss_coefficient=0.05,
-        **BALANCE,
-    )
-    return ArchitectureConfig(
-        vocab_size=64,
-        hidden_size=32,
-        max_position_embeddings=64,
-        norm=NormConfig(eps=1e-5),
-        tie_embeddings=tied,
-        attention=GroupedQueryAttention(
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            scale=8**-0.5,
-            qk_norm="head",
-            sinks=True,
-        ),
-        ropes=(RopeConfig(theta=1e4, rotary_dim=8),),
-        mlp=MlpConfig(intermediate_size=48),
-        moe=moe if "m" in kinds else None,
-        layers=tuple(layers[kind] for kind in kinds),
-        initializer_range=0.2,
-    )
+def architecture(kinds: str, **changes: Any) -> ArchitectureConfig:
+    attention = {"qk_norm": "head", "sinks": True}
+    return tiny_model(kinds, attention=attention, **changes)
 
 
+# Of "routed", some stages have a router and some have none.
 MODELS = {
     "dense": architecture("dddd"),
-    "untied": architecture("dddd", tied=False),
-    "routed": architecture("dmdm"),  # some stages have a router, some have none
+    "untied": architecture("dddd", tie_embeddings=False),
+    "routed": architecture("dmdm", moe=MOE.model_copy(update=BALANCED)),
 }
 
 
@@ -100,15 +65,9 @@ class Case:
     recompute: str = "none"
 
     def plan(self) -> TrainingPlan:
-        train: dict[str, Any] = {
-            "sequence_length": TOKENS,
-            "micro_batch_size": 1,
-            "global_batch_tokens": TOKENS * BATCHES,
-            "precision": "fp32",
-            "recompute": self.recompute,
-        }
-        cluster = ClusterConfig(nodes=1, gpus_per_node=self.num_ranks, gpu=gpu("cpu"))
-        return plan_training(MODELS[self.model], cluster, TrainConfig(**train), self.layout)
+        train = {"sequence_length": TOKENS, "global_batch_tokens": TOKENS * BATCHES}
+        model = MODELS[self.model]
+        return plan_on_cpus(model, self.num_ranks, self.layout, recompute=self.recompute, **train)
 
 
 def case(model: str, num_ranks: int, stages: int, recompute: str = "none", **layout: Any) -> Case:
@@ -149,44 +108,15 @@ class Seen:
     """After the last one: parameters and biases of routers."""
 
 
-def micro_batches(seed: int, count: int, num_tokens: int = TOKENS) -> list[MicroBatch]:
-    """Two documents each, of which one is cut short by padding."""
-    batches = []
-    for index in range(count):
-        generator = torch.Generator().manual_seed(100 * seed + index)
-        ids = torch.randint(0, 64, (num_tokens + 1,), generator=generator)
-        lengths = (7 + index, num_tokens - 7 - index)
-        is_real = torch.arange(num_tokens) < num_tokens - 3 * (index % 2)
-        batches.append(
-            MicroBatch(
-                tokens_T=ids[:-1],
-                positions_T=torch.cat([torch.arange(length) for length in lengths]),
-                targets_T=ids[1:],
-                weights_T=is_real.float(),
-                real_T=is_real,
-                document_lengths=lengths,
-                first_token=index * num_tokens,
-            )
-        )
-    return batches
-
-
 def train(case: Case, plan: TrainingPlan) -> Seen:
     """Some steps over the same micro-batches, with held-out text in between."""
-    decoder, device = build_decoder(MODELS[case.model]), torch.device("cpu")
-    mesh = build_mesh(plan.mesh_axes, "cpu") if plan.layout.num_ranks > 1 else None
-    parallel = apply(decoder, plan, mesh, device=device)
-    initialize_weights(decoder, seed=3, place=copy_part)
-    config = OptimizerConfig(learning_rate=3e-3, epsilon=1e-5)
-    optimizer = build_optimizer(decoder.named_parameters(), config)
-    settings = StepSettings(
-        device=device, precision="fp32", loss_chunk_tokens=16, clip_norm=1.0, parallel=parallel
-    )
-    index, count = parallel.data_shard
-    held_out = [*micro_batches(1, 4), *micro_batches(2, 1, num_tokens=TOKENS - 6)]
+    run = planned_trainer(MODELS[case.model], plan, learning_rate=3e-3)
+    decoder = run.decoder
+    batches = micro_batches(0, BATCHES, TOKENS, pads=True)
+    held_out = [*micro_batches(1, 4, TOKENS), *micro_batches(2, 1, TOKENS - 6)]
     told, numbers, routing, gradients = None, [], [], {}
     for step in range(STEPS):
-        result = train_step(decoder, optimizer, micro_batches(0, BATCHES)[index::count], settings)
+        result = run.step(batches)
         numbers.append(
             (result.loss, result.gradient_norm, result.aux_loss or 0, result.z_loss or 0)
         )
@@ -194,7 +124,7 @@ def train(case: Case, plan: TrainingPlan) -> Seen:
         if step == 0:
             named = decoder.named_parameters()
             gradients = {as_alone(name, case): whole_tensor(p.grad).clone() for name, p in named}
-            told = held_out_loss(decoder, held_out, settings)
+            told = held_out_loss(decoder, held_out, run.settings)
     tensors = [*decoder.named_parameters(), *decoder.named_buffers()]
     state = {as_alone(name, case): whole_tensor(each).detach().clone() for name, each in tensors}
     return Seen(numbers, routing, told, gradients, state)

@@ -21,28 +21,13 @@ from herder.train.loop import train
 from herder.train.prepare import plan_run
 from herder.train.resume import find_checkpoint, load_progress
 from herder.train.source import find_model
+from tests.tiny import HERDER_JSON
 
 STEPS = 4
 MODEL = {
-    "model_type": "herder",
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    **HERDER_JSON,
     "moe_intermediate_size": 16,
-    "dense_layers": "last 1",
-    "router_correction_bias": True,
-    "router_bias_update_rate": 0.01,
     "router_noise": {"std": 0.5, "decay_steps": 8},
-    "router_aux_loss_coef": 0.01,
 }
 LAYOUTS: Mapping[str, tuple[int, dict[str, int]]] = {
     "copies": (2, {"zero_stage": 0}),

@@ -58,11 +58,14 @@ def diagnose(
     return RankError("\n".join(lines), rank=culprit.index)
 
 
-def is_cause_known(
+def is_cause_gone(
     states: Sequence[RankState], *, timeout_seconds: float, unix_seconds: float
 ) -> bool:
-    """Whether a rank failed by itself, so that no more reports are needed to find it."""
-    return _own_failure(states, timeout_seconds, unix_seconds) is not None
+    """Whether a rank that failed by itself has ended. Its peers' connections break by that, and not
+    by its report: only from then on can they say where they waited for it.
+    """
+    culprit = _own_failure(states, timeout_seconds, unix_seconds)
+    return culprit is not None and culprit.ended is not None
 
 
 def _own_failure(

@@ -22,7 +22,7 @@ from herder.config.catalog import cluster_gpu
 from herder.config.free_memory import memory_shortage
 from herder.config.machine import usable_cores
 from herder.parallel.board import Board
-from herder.parallel.diagnosis import RankState, diagnose, is_cause_known
+from herder.parallel.diagnosis import RankState, diagnose, is_cause_gone
 from herder.parallel.relay import Relay
 from herder.parallel.seat import INHERITED
 from herder.parallel.world import refuse_several_nodes
@@ -32,10 +32,8 @@ from herder.units import GB
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 3.0
-"""How long the cause is waited for once a rank has failed. Peers of a rank that is late or gone
-fail within milliseconds of each other: the first to give up closes its connections."""
-_KNOWN_SECONDS = 0.5
-"""The same, when the cause is known and only the others' own words are missing."""
+"""How long the cause is waited for once a rank has failed, and the others' own words once the cause
+has ended. Peers of a rank that is late or gone fail within milliseconds of each other."""
 _GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL for ranks that are no longer wanted."""
 _RECORDED_COLLECTIVES = "2000"
@@ -219,33 +217,25 @@ class _Ranks:
 
 def _watch(ranks: _Ranks, relay: Relay, asked: Asked) -> list[RankState]:
     """Wait until all ranks ended or the cause of a failure is known; what was known then."""
-    num_passed_on, failed_at = 0, None
+    num_passed_on, failed_at, is_gone = 0, None, False
     while True:
         relay.pump(_POLL_SECONDS)
         if asked.signal is not None and asked.num_asked > num_passed_on:
             num_passed_on += 1
             ranks.send(asked.signal)
-        states = ranks.states()
+        states, now = ranks.states(), time.monotonic()
         if all(state.ended for state in states):
             return states
-        if failed_at is None and ranks.has_failed(asked=asked.signal):
-            failed_at = time.monotonic()
-        if failed_at is not None and _is_explained(
-            states, ranks.job, seconds=time.monotonic() - failed_at, is_stopping=bool(asked.signal)
+        if not ranks.has_failed(asked=asked.signal):
+            continue
+        limit = {"timeout_seconds": ranks.job.timeout_seconds, "unix_seconds": time.time()}
+        was_gone, is_gone = is_gone, is_cause_gone(states, **limit)
+        if failed_at is None or (is_gone and not was_gone):
+            failed_at = now
+        if all(state.ended or state.report for state in states) or (
+            now - failed_at >= _REPORT_SECONDS
         ):
             return ranks.states()
-
-
-def _is_explained(
-    states: Sequence[RankState], job: Job, *, seconds: float, is_stopping: bool
-) -> bool:
-    """Whether nothing more is to be learned by waiting for ranks that failed or will."""
-    if all(state.ended or state.report for state in states):
-        return True
-    is_known = not is_stopping and is_cause_known(
-        states, timeout_seconds=job.timeout_seconds, unix_seconds=time.time()
-    )
-    return seconds >= (_KNOWN_SECONDS if is_known else _REPORT_SECONDS)
 
 
 def _how_it_ended(status: int) -> str:

@@ -4,18 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    MoeConfig,
-    NormConfig,
-    RopeConfig,
-)
 from herder.config.load import load_run_config, override_architecture, parse_override
 from herder.config.run import GpuConfig, LayoutConfig, RunConfig
 from herder.errors import ConfigError
+from tests.tiny import MOE, tiny_model
 
 MINIMAL = "model: {source: smollm2-135m}\n"
 
@@ -180,27 +172,7 @@ def test_every_recipe_of_the_repository_loads(repository: Path) -> None:
         assert load_run_config(recipe).model is not None
 
 
-DENSE = ArchitectureConfig(
-    vocab_size=61,
-    hidden_size=32,
-    max_position_embeddings=64,
-    norm=NormConfig(eps=1e-5),
-    tie_embeddings=True,
-    attention=GroupedQueryAttention(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, scale=8**-0.5
-    ),
-    ropes=(RopeConfig(theta=10_000.0, rotary_dim=8),),
-    mlp=MlpConfig(intermediate_size=48),
-    layers=(LayerSpec(), LayerSpec()),
-)
-MOE = MoeConfig(
-    num_experts=8,
-    num_experts_per_token=2,
-    expert_intermediate_size=16,
-    scoring="softmax",
-    normalize_weights=True,
-)
-SPARSE = DENSE.model_copy(update={"moe": MOE})
+SPARSE = tiny_model(moe=MOE.model_copy(update={"num_experts": 8}))
 
 
 def test_an_override_replaces_one_field_of_an_architecture() -> None:
@@ -240,5 +212,5 @@ def test_an_override_is_as_strict_as_the_record(override: str, told: str) -> Non
 
 def test_a_section_that_a_model_does_not_have_is_told_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        override_architecture(DENSE, ["moe.num_experts_per_token=4"], where="--set")
+        override_architecture(tiny_model(), ["moe.num_experts_per_token=4"], where="--set")
     assert str(refused.value) == "--set: moe: this architecture has none."

@@ -8,58 +8,31 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-)
 from herder.errors import ResourceError
 from herder.model.attend import PackedAttend
-from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
 from herder.parallel.compile import apply_compile
 from herder.parallel.recompute import apply_recompute
+from tests.tiny import initialized, micro_batch, tiny_model
 
 LENGTHS = (7, 4, 13)
 
 
-def tiny_decoder(*, num_layers: int = 3) -> Decoder:
-    architecture = ArchitectureConfig(
-        vocab_size=61,
-        hidden_size=32,
-        max_position_embeddings=64,
-        norm=NormConfig(eps=1e-5),
-        tie_embeddings=False,
-        attention=GroupedQueryAttention(
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, scale=8**-0.5
-        ),
-        ropes=(RopeConfig(theta=10_000.0, rotary_dim=8),),
-        mlp=MlpConfig(intermediate_size=48),
-        layers=(LayerSpec(),) * num_layers,
-    )
-    decoder = build_decoder(architecture)
-    materialize(decoder, device="cpu")
-    initialize_weights(decoder, seed=3)
-    return decoder
+def tiny_decoder() -> Decoder:
+    return initialized(tiny_model("ddd", tie_embeddings=False))
 
 
 def loss_and_gradients(
     decoder: Decoder, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    num_tokens = sum(lengths)
-    tokens_T = torch.randint(0, 61, (num_tokens,), generator=generator)
-    targets_T = torch.randint(0, 61, (num_tokens,), generator=generator)
+    batch = micro_batch(5, sum(lengths), lengths=lengths)
     decoder.zero_grad()
     loss = decoder(
-        tokens_T,
-        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        batch.tokens_T,
+        positions_T=batch.positions_T,
         attend=PackedAttend(lengths),
-        readout=LossReadout(targets_T, torch.ones(num_tokens), chunk_tokens=16),
+        readout=LossReadout(batch.targets_T, batch.weights_T, chunk_tokens=16),
     )
     loss.backward()
     named = decoder.named_parameters()

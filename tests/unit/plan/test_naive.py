@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-)
+from herder.config.architecture import MlpConfig
 from herder.config.catalog import gpu
 from herder.config.run import ClusterConfig, TrainConfig
 from herder.errors import PlanError
 from herder.plan.naive import SHOWN_DEVICES, describe_naive
 from herder.plan.training import TrainingPlan, plan_training
+from tests.tiny import tiny_model
 
-ARCHITECTURE = ArchitectureConfig(
+ARCHITECTURE = tiny_model(
+    head_dim=16,
     vocab_size=1_000,
-    hidden_size=64,
     max_position_embeddings=512,
-    norm=NormConfig(eps=1e-5),
-    tie_embeddings=True,
-    attention=GroupedQueryAttention(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, scale=0.25
-    ),
-    ropes=(RopeConfig(theta=1e4, rotary_dim=16),),
     mlp=MlpConfig(intermediate_size=128),
-    layers=(LayerSpec(),) * 2,
 )
 EIGHT = ClusterConfig(nodes=1, gpus_per_node=8, gpu="h100-80gb")
 TRAIN = TrainConfig(

@@ -6,33 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from herder.config.architecture import (
-    ArchitectureConfig,
-    GroupedQueryAttention,
-    LayerSpec,
-    MlpConfig,
-    MoeConfig,
-    NormConfig,
-    RopeConfig,
-)
+from herder.config.architecture import ArchitectureConfig
 from herder.data.batch import MicroBatch
-from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
 from herder.train.step import StepSettings
+from tests.tiny import MOE, initialized, tiny_model
 
-ARCHITECTURE = ArchitectureConfig(
-    vocab_size=61,
-    hidden_size=32,
-    max_position_embeddings=64,
-    norm=NormConfig(eps=1e-5),
-    tie_embeddings=True,
-    attention=GroupedQueryAttention(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, scale=8**-0.5
-    ),
-    ropes=(RopeConfig(theta=10_000.0, rotary_dim=8),),
-    mlp=MlpConfig(intermediate_size=48),
-    layers=(LayerSpec(), LayerSpec()),
-)
+ARCHITECTURE = tiny_model(initializer_range=0.02)
 
 
 @pytest.fixture
@@ -44,13 +24,7 @@ def architecture() -> ArchitectureConfig:
 def build() -> Callable[[], Decoder]:
     """Makes equal decoders, one at each call."""
 
-    def make() -> Decoder:
-        decoder = build_decoder(ARCHITECTURE)
-        materialize(decoder, device="cpu")
-        initialize_weights(decoder, seed=3)
-        return decoder
-
-    return make
+    return lambda: initialized(ARCHITECTURE)
 
 
 @pytest.fixture
@@ -58,20 +32,8 @@ def build_routed() -> Callable[..., Decoder]:
     """Makes equal decoders whose second layer is routed; arguments are fields of its MoeConfig."""
 
     def make(**fields: Any) -> Decoder:
-        moe = {
-            "num_experts": 4,
-            "num_experts_per_token": 2,
-            "expert_intermediate_size": 16,
-            "scoring": "softmax",
-            "normalize_weights": True,
-            **fields,
-        }
-        layers = (LayerSpec(), LayerSpec(feed_forward="routed"))
-        changes = {"moe": MoeConfig.model_validate(moe), "layers": layers, "initializer_range": 0.2}
-        decoder = build_decoder(ARCHITECTURE.model_copy(update=changes))
-        materialize(decoder, device="cpu")
-        initialize_weights(decoder, seed=3)
-        return decoder
+        moe = MOE.model_validate({**MOE.model_dump(), **fields})
+        return initialized(tiny_model("dm", moe=moe))
 
     return make
 

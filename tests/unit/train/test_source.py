@@ -11,23 +11,9 @@ from herder.config.run import ModelConfig
 from herder.errors import ConfigError
 from herder.families.registry import architecture_from_hf
 from herder.train.source import find_model, model_files
+from tests.tiny import LLAMA_JSON
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "eos_token_id": 2,
-}
+CONFIG = {**LLAMA_JSON, "eos_token_id": 2}
 
 
 def find(**fields: Any) -> ModelSource:

@@ -32,6 +32,9 @@ FLOPS_PER_TOKEN = {
 }
 """Models D and M, forward and backward (thrice a forward): 6 x 40.0 M and 6 x 12.1 M matrix
 parameters that a token meets, and causal attention at 512."""
+SEQUENCES_OF_MANY_EXPERTS = 4
+"""Times as many: 8,192 tokens, as a GPU's micro-batch has. Backward writes the gradient of all
+experts, 0.4 GB of it at 64, however few the tokens are."""
 AIMS = {
     ("train", "fp32"): (1.1, 0.6),
     ("train", "bf16"): (1.2, 0.6),
@@ -93,7 +96,7 @@ def parse() -> argparse.Namespace:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="of repetitions of one setting: the first is always done, a further one if it fits",
+        help="of one setting's repetitions; a warm-up that takes as long is the only one",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
@@ -121,8 +124,13 @@ def compare(
     arguments: argparse.Namespace,
 ) -> list[Worker]:
     command = [sys.executable, str(HERE / "worker.py")]
+    sequences = arguments.sequences
+    if work in FLOPS_PER_TOKEN:  # as `herder train` starts itself; the peer gets it too
+        command = ["env", "THP_MEM_ALLOC_ENABLE=1", *command]
+    if work in cases.MANY_EXPERTS:
+        sequences *= SEQUENCES_OF_MANY_EXPERTS
     options = ["--precision", precision, "--threads", str(arguments.threads)]
-    options += ["--device", arguments.device, "--sequences", str(arguments.sequences)]
+    options += ["--device", arguments.device, "--sequences", str(sequences)]
     if model is not None:
         options += ["--model", str(model)]
     settings = [

@@ -46,6 +46,11 @@ SEQUENCES_AT_ONCE = {"pipeline": 1, "replicas": 2, "sharded": 2}
 
 def compare(console: Console, precision: str, arguments: argparse.Namespace) -> list[dict]:
     """All settings in turn; a row each."""
+    from herder.model.linear import multiplies_bf16
+
+    if precision == "bf16" and not multiplies_bf16():
+        console.print("scaling bf16: left out, this processor would emulate the products")
+        return []
     settings = [
         (side, mode, [sys.executable, __file__, side, mode, "--precision", precision])
         for side, mode in SETTINGS
@@ -212,17 +217,18 @@ def _serve(step: Callable[[], None], *, is_alone: bool) -> None:
         if not is_alone:
             dist.broadcast(torch.tensor(int(is_step)), src=0)
 
-    all_do(is_step=True)
-    step()
-    answer({"ready": True})
-    for _ in sys.stdin:
+    def timed() -> dict[str, float]:
         start = time.perf_counter()
         all_do(is_step=True)
         step()
         if not is_alone:
             dist.barrier()
         seconds = time.perf_counter() - start
-        answer({"tokens": STEP_SEQUENCES * cases.SEQUENCE_LENGTH, "seconds": seconds})
+        return {"tokens": STEP_SEQUENCES * cases.SEQUENCE_LENGTH, "seconds": seconds}
+
+    answer(timed())
+    for _ in sys.stdin:
+        answer(timed())
     all_do(is_step=False)
     peak = torch.tensor(peak_bytes("cpu"))
     if not is_alone:
@@ -232,16 +238,14 @@ def _serve(step: Callable[[], None], *, is_alone: bool) -> None:
 
 def _follow(step: Callable[[], None]) -> None:
     """The second rank: a step whenever the first one says so."""
-    told, is_warm = torch.tensor(1), False
+    told = torch.tensor(1)
     while True:
         dist.broadcast(told, src=0)
         if not told:
             dist.reduce(torch.tensor(peak_bytes("cpu")), dst=0, op=dist.ReduceOp.MAX)
             return
         step()
-        if is_warm:
-            dist.barrier()
-        is_warm = True
+        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One side of one comparison in a process of its own, so that its peak memory is its own.
 
-Reads a line from stdin for each repetition and answers with JSON: {"tokens", "seconds"}; at the end
-of input {"peak_gb"}. Between repetitions it waits, so two workers can take turns.
+Answers with JSON, {"tokens", "seconds"}: first of its last warm-up, then of a repetition for each
+line from stdin; at the end of input {"peak_gb"}. Between repetitions it waits, so two workers can
+take turns.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ def main() -> None:
         arguments.device,
     )
     wait = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
-    for _ in range(arguments.warmup):
-        case()
-    answer({"ready": True})
-    for _ in sys.stdin:
+
+    def timed() -> dict[str, float]:
         wait()
         start = time.perf_counter()
         tokens = case()
         wait()
-        answer({"tokens": tokens, "seconds": time.perf_counter() - start})
+        return {"tokens": tokens, "seconds": time.perf_counter() - start}
+
+    for _ in range(arguments.warmup - 1):
+        case()
+    answer(timed())
+    for _ in sys.stdin:
+        answer(timed())
     answer({"peak_gb": peak_bytes(arguments.device) / 1e9})
 
 

@@ -23,10 +23,13 @@ class Worker:
     rates: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak_gb: float = 0.0
+    was_too_slow: bool = False
+    """Its warm-up alone took longer than all repetitions may, and is all there is of it."""
 
     @property
     def name(self) -> str:
-        return f"{self.side} {self.mode}" + (" experts" if self.mode.isdigit() else "")
+        name = f"{self.side} {self.mode}" + (" experts" if self.mode.isdigit() else "")
+        return f"{name}, first step" if self.was_too_slow else name
 
     @property
     def tokens_per_second(self) -> float:
@@ -34,13 +37,24 @@ class Worker:
 
     def has_time(self, limit_seconds: float) -> bool:
         """Whether one more repetition, as long as the last, ends within the limit."""
+        if self.was_too_slow:
+            return False
         return not self.seconds or sum(self.seconds) + self.seconds[-1] <= limit_seconds
 
     def repeat(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
+        self._count(self.read())
+
+    def warm_up(self, limit_seconds: float) -> None:
+        """Wait until it has done its first repetition, which counts only if it is the only one."""
         reply = self.read()
+        self.was_too_slow = reply["seconds"] > limit_seconds
+        if self.was_too_slow:
+            self._count(reply)
+
+    def _count(self, reply: dict) -> None:
         self.rates.append(reply["tokens"] / reply["seconds"])
         self.seconds.append(reply["seconds"])
 
@@ -65,11 +79,9 @@ class Worker:
 
 
 def start_worker(side: str, mode: str, command: Sequence[str]) -> Worker:
-    """Start a setting and wait until it is ready."""
+    """Start a setting."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    worker = Worker(side, mode, process)
-    worker.read()
-    return worker
+    return Worker(side, mode, process)
 
 
 def take_turns(
@@ -88,6 +100,7 @@ def take_turns(
             for side, mode, command in settings:
                 progress.update(task, description=f"{title}: starting {side} {mode}")
                 workers.append(start_worker(side, mode, command))
+                workers[-1].warm_up(limit_seconds)
             for _ in range(repeats):
                 for worker in workers:
                     progress.update(task, description=f"{title}: {worker.name}")

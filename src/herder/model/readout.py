@@ -123,11 +123,14 @@ class LossReadout:
         dtype = product_dtype(x_TD)
         if dtype == torch.bfloat16 and x_TD.device.type == "cpu" and not multiplies_bf16():
             dtype = torch.float32
+        weight_VD = head.weight
+        if not torch.is_grad_enabled():  # which a Function does not see: it asks its arguments
+            x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
         # Autocast would take the products in its own dtype again, whatever was chosen above.
         with torch.autocast(x_TD.device.type, enabled=False):
             return _ChunkedCrossEntropy.apply(
                 x_TD,
-                head.weight,
+                weight_VD,
                 self.targets_T,
                 self.weights_T,
                 self.chunk_tokens,

@@ -109,6 +109,23 @@ def test_logits_of_all_tokens_are_never_allocated_at_once(make_decoder, pack, ta
 
 
 @torch.no_grad()
+def test_a_loss_without_gradients_takes_no_products_for_them(make_decoder, pack, targets):
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += "mm" in func.__name__
+            return func(*args, **(kwargs or {}))
+
+    decoder = make_decoder()
+    with Products() as of_logits:
+        run(decoder, pack, None)
+    with Products() as of_loss:
+        run(decoder, pack, LossReadout(*targets))
+    assert of_loss.count == of_logits.count > 0
+
+
+@torch.no_grad()
 def test_log_probabilities_and_last_rows_are_those_of_the_logits(make_decoder, pack, targets):
     decoder = make_decoder()
     targets_T, _ = targets

@@ -115,12 +115,13 @@ def applied(decoder: Decoder, plan: TrainingPlan, *, compiled: bool = False) -> 
     apply(decoder, plan, mesh, device=torch.device("meta"), compiled=compiled)
 
 
+QUICK = ("fsdp=2,zero=3", "tp=4", "dp=2,tp=2,pp=2", "cp=4", "fsdp=2,cp=2,tp=2,ep=4")
 CELLS = [
     pytest.param(name, layout, marks=[] if is_quick else [pytest.mark.full], id=f"{name} {text}")
     for name in debug_model_names()
-    for layout in every_layout()
+    for layout in every_layout(has_experts=name == "moe-debug")
     if (text := layout.text)
-    for is_quick in [name == "llama-debug" or text in ("fsdp=2,zero=3", "tp=4", "dp=2,tp=2,pp=2")]
+    for is_quick in [name == "llama-debug" or text in QUICK]
     if layout.num_ranks > 1  # one process has no mesh; recompute alone is below
 ]
 

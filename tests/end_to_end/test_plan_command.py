@@ -195,10 +195,6 @@ def test_people_get_tables() -> None:
             "--rank 8: the plan has 8 ranks (DP 8, ZeRO-1), counted from 0. Give --rank 0 to 7",
         ),
         (
-            ("train", "mixtral-8x7b", "--nodes", "4", "--gpu", "h100-80gb", "--dry-run"),
-            "expert_parallel_size=8 can be planned, not run yet",
-        ),
-        (
             ("train", "llama-2-7b", "--gpus-per-node", "1", "--gpu", "rtx4090"),
             "Smallest cluster that would do: --nodes 1 --gpus-per-node 8 --gpu rtx4090.",
         ),

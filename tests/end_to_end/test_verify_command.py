@@ -18,7 +18,7 @@ def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -
 
 
 def test_a_model_is_the_same_in_the_layouts_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = ["tp=2", "fsdp=2,zero=1", "cp=2"]
+    layouts = ["tp=2", "fsdp=2,zero=1", "dp=2,ep=2"]
     told = verified(capsys, "llama-debug", "--layouts", *layouts, "--steps", "3")
     assert told["model"] == "llama-debug"
     assert told["losses"][-1] < told["losses"][0]
@@ -28,7 +28,7 @@ def test_a_model_is_the_same_in_the_layouts_asked_for(capsys: pytest.CaptureFixt
         assert cell["ranks"] == 2
         assert cell["max_relative_loss_difference"] < 1e-5
     assert told["cells"][2]["passed"] is False
-    assert "context parallelism" in told["cells"][2]["refused"]
+    assert "expert_parallel_size=2" in told["cells"][2]["refused"]
 
 
 def test_a_recipe_is_verified_by_its_model(
@@ -87,5 +87,5 @@ def test_a_users_mistake_is_told_at_once(
 def test_when_every_layout_is_refused_nothing_is_proven(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["verify", "llama-debug", "--layouts", "cp=2", "ep=2"]) == 2
+    assert run(["verify", "llama-debug", "--layouts", "tp=3", "dp=2,ep=2"]) == 2
     assert "nothing was compared" in capsys.readouterr().err

@@ -23,10 +23,10 @@ QUICK = {
         *("dp=2", "fsdp=2,zero=1", "fsdp=2,zero=2", "tp=4", "pp=2,schedule=1f1b"),
         *("pp=2,schedule=zero_bubble", "fsdp=2,zero=1,tp=2,pp=2,recompute=full"),
     ],
-    "moe-debug": ["fsdp=2", "tp=2", "pp=2,schedule=gpipe", "dp=2,tp=2,pp=2"],
-    "mla-debug": ["fsdp=2,tp=2", "pp=2,schedule=interleaved_1f1b"],
-    "sliding-window-debug": ["tp=2,pp=2", "dp=2,fsdp=2"],
-    "llama4-debug": ["fsdp=2,zero=1,tp=2", "pp=4"],
+    "moe-debug": ["fsdp=2,cp=2", "pp=2,schedule=gpipe", "dp=2,tp=2,ep=2", "fsdp=2,pp=2,cp=2,ep=2"],
+    "mla-debug": ["fsdp=2,tp=2", "pp=2,schedule=interleaved_1f1b", "cp=2"],
+    "sliding-window-debug": ["tp=2,pp=2", "cp=2,context=ring"],
+    "llama4-debug": ["fsdp=2,zero=1,tp=2", "pp=4", "fsdp=2,cp=2,context=ring,ep=2"],
 }
 OTHERS = {
     "gpt-oss-20b": ["fsdp=2,tp=4", "tp=2,pp=2"],  # sinks, biases of experts
@@ -62,7 +62,7 @@ def test_router_noise_is_keyed_by_token_and_not_by_rank() -> None:
             )
         }
     )
-    layouts = parse_layouts(["dp=2", "tp=2", "pp=2"])
+    layouts = parse_layouts(["dp=2", "tp=2", "pp=2", "cp=2"])
     report = verify(noisy, layouts, model="noisy", num_steps=4)
     quiet = verify(architecture, [], model="quiet", num_steps=4)
     check(report)
@@ -72,7 +72,9 @@ def test_router_noise_is_keyed_by_token_and_not_by_rank() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", debug_model_names())
 def test_every_layout_trains_the_same_model(name: str) -> None:
-    report = verify(small(name), parse_layouts(["all"]), model=name, num_steps=10)
+    model = small(name)
+    layouts = parse_layouts(["all"], has_experts=model.moe is not None)
+    report = verify(model, layouts, model=name, num_steps=10)
     run = [cell for cell in report.cells if cell.refused is None]
     check(Report(model=name, losses=report.losses, cells=tuple(run)))
     assert len(run) >= len(report.cells) - 5, report_notes(report)

@@ -7,9 +7,11 @@ which nothing else of the check knows of.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,6 +19,7 @@ from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import model_config_json
 from herder.families.registry import architecture_from_hf
 from herder.model.decoder import Decoder
+from herder.model.experts import Experts
 from herder.parallel.apply import Parallel
 from herder.train.shrink import shrunk
 from herder.train.verify import Tamper, verify
@@ -87,6 +90,32 @@ def doubled_output(decoder: Decoder, _parallel: Parallel) -> None:
     decoder.layers["1"].register_forward_hook(lambda _module, _arguments, x: 2 * x)
 
 
+def dropped_token(decoder: Decoder, _parallel: Parallel) -> None:
+    """The first token of every rank and layer reaches no expert."""
+
+    def drop(
+        dispatch: Callable[..., Tensor], x_TD: Tensor, chosen: Tensor, weight: Tensor, *others: Any
+    ) -> Tensor:
+        kept_T1 = (torch.arange(len(x_TD)) > 0)[:, None]
+        return dispatch(x_TD, chosen, weight * kept_T1, *others)
+
+    for module in decoder.modules():
+        if isinstance(module, Experts):
+            module.dispatch = partial(drop, module.dispatch)
+
+
+def own_routing_sums(_decoder: Decoder, parallel: Parallel) -> None:
+    """The auxiliary loss of a rank's part of the tokens in the place of all tokens'."""
+    parallel.context.total = lambda x: x
+
+
+def expert_gradient_doubled(decoder: Decoder, _parallel: Parallel) -> None:
+    """A gradient of experts that is scaled by another number of ranks than it is summed over."""
+    for module in decoder.modules():
+        if isinstance(module, Experts):
+            module.up.weight.register_hook(lambda grad: grad * 2)
+
+
 def broken_rank(_decoder: Decoder, parallel: Parallel) -> None:
     """A rank that dies fails its cell, not the whole check."""
     index, _ = parallel.data_shard
@@ -113,6 +142,24 @@ def test_a_planted_fault_fails_its_cell(tamper: Tamper, layout: str, seen_in: se
     cell = cell_of(layout, tamper)
     assert cell.failed
     assert not cell.passed
+    assert seen_in <= {name for name in cell.differences if not cell.is_within(name)}, cell
+
+
+OF_EXPERTS: list[tuple[Callable[[Decoder, Parallel], None], str, set[str]]] = [
+    (dropped_token, "dp=2,ep=2", {"loss", "gradient", "parameter"}),
+    (own_routing_sums, "cp=2", {"gradient"}),
+    (expert_gradient_doubled, "dp=2,ep=2", {"norm", "gradient"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "layout", "seen_in"), OF_EXPERTS, ids=[f[0].__name__ for f in OF_EXPERTS]
+)
+def test_a_planted_fault_of_experts_fails_its_cell(
+    tamper: Tamper, layout: str, seen_in: set[str]
+) -> None:
+    cell = cell_of(layout, tamper, model="moe-debug")
+    assert cell.failed
     assert seen_in <= {name for name in cell.differences if not cell.is_within(name)}, cell
 
 

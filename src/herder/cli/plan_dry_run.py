@@ -12,7 +12,6 @@ import click
 from herder.cli.plan_options import print_plan
 from herder.config.architecture import ArchitectureConfig
 from herder.errors import CheckFailedError, PlanError
-from herder.parallel.support import refuse_unsupported
 from herder.plan.training import TrainingPlan
 from herder.units import format_gb
 
@@ -35,7 +34,6 @@ def print_dry_run(
             f"({plan.layout.told()}), counted from 0. Give --rank 0 to {num_ranks - 1}, or leave "
             "it out for the heaviest."
         )
-    refuse_unsupported(plan)
     told = f"rank {rank}" if rank is not None else "its heaviest rank"
     click.echo(
         f"dry run: building {plan.model} on the meta device in a world of {num_ranks:,}, as {told}",

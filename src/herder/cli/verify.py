@@ -42,7 +42,8 @@ def command(
     """Train a small model of the same kind in one process and in each layout, on up to 8 ranks of
     this machine; compare losses, gradients, parameters. Exit status 1 where one differs.
 
-    A LAYOUT is tp=2,pp=2: degrees of dp, fsdp, tp, pp; zero=1|2|3, schedule=1f1b, recompute=full.
+    A LAYOUT is tp=2,pp=2: degrees of dp, fsdp, tp, pp, cp, ep (experts, over dp, fsdp and cp);
+    zero=1|2|3, schedule=1f1b, context=ring, recompute=full.
 
     \b
     herder verify llama-3-8b --layouts tp=2 fsdp=2,tp=2
@@ -50,11 +51,12 @@ def command(
     """
     if any(cluster.values()) and not of_plan:
         raise ConfigError("--nodes, --gpus-per-node and --gpu are of a plan: give --plan too.")
-    wanted = parse_layouts([*layouts, *more] or ([] if of_plan else ["all"]))
     find = partial(resolve, needs_weights=False)
     is_recipe = Path(model).suffix in (".yaml", ".yml")
     given = load_run_config(Path(model)).model if is_recipe else None
     source = find_model(given, find, needs_weights=False) if given else find(model)
+    texts = [*layouts, *more] or ([] if of_plan else ["all"])
+    wanted = parse_layouts(texts, has_experts=source.architecture.moe is not None)
     if of_plan:
         choose = partial(choose_cluster, **cluster)
         if is_recipe:

@@ -94,6 +94,7 @@ class ClusterConfig(Record):
 
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+ContextMethod = Literal["ring", "ulysses"]
 
 
 class LayoutConfig(Record):
@@ -110,6 +111,10 @@ class LayoutConfig(Record):
     pipeline_schedule: Literal["auto"] | PipelineSchedule = "auto"
     """auto: 1f1b, or gpipe with fewer micro-batches than stages. interleaved_1f1b and zero_bubble
     give each rank two stages: less waiting, more transfers. One stage has no schedule."""
+    context_method: Literal["auto"] | ContextMethod = "auto"
+    """How ranks that share a sequence attend to it. ulysses: they exchange tokens for heads, of
+    which each must get as many; ring: keys and values travel from rank to rank. auto: ulysses where
+    it can be."""
 
 
 class DataConfig(Record):

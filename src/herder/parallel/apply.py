@@ -20,6 +20,9 @@ from herder.model.decoder import Decoder
 from herder.model.readout import WHOLE_VOCABULARY, Vocabulary
 from herder.model.routing import num_routing_sums
 from herder.parallel.compile import apply_compile
+from herder.parallel.context import WHOLE_CONTEXT, Context, SplitContext
+from herder.parallel.expert import apply_expert_parallel
+from herder.parallel.mesh import build_state_mesh
 from herder.parallel.naive import NaiveDataParallel
 from herder.parallel.pipeline import Pipeline, Shapes, cut_into_stages
 from herder.parallel.recompute import apply_recompute
@@ -29,7 +32,7 @@ from herder.parallel.sharded import ShardedState, apply_sharding
 from herder.parallel.shards import held_tensor
 from herder.parallel.sync import Sync, SyncOfAll
 from herder.parallel.tensor import SplitVocabulary, apply_tensor_parallel
-from herder.plan.layout import ZeroStage
+from herder.plan.layout import ZeroStage, sequence_multiple
 from herder.plan.training import TrainingPlan
 
 
@@ -42,6 +45,9 @@ class Parallel:
     vocabulary: Vocabulary = WHOLE_VOCABULARY
     is_autocast: bool = True
     """Whether products in bf16 are autocast's work; else parameters are gathered in bf16."""
+    token_multiple: int = 1
+    """Tokens of a micro-batch are a multiple of this."""
+    context: Context = WHOLE_CONTEXT
     pipeline: Pipeline | NaiveDataParallel | None = None
     """What takes a step's micro-batches through stages, or over devices; None: each goes through
     this rank's layers alone."""
@@ -75,9 +81,10 @@ class Parallel:
             self._sum(x, axis)
         return x
 
-    def sum_over_stages(self, x: Tensor) -> Tensor:
-        """The sum over the pipeline's ranks, which have other layers of the same micro-batches."""
-        self._sum(x, "pp")
+    def sum_over_parts(self, x: Tensor) -> Tensor:
+        """The sum over ranks that have other tokens or other layers of the same micro-batches."""
+        for axis in ("cp", "pp"):
+            self._sum(x, axis)
         return x
 
     def sum_over_all(self, x: Tensor) -> Tensor:
@@ -146,22 +153,24 @@ def apply(
     sharding is outside the compiled layers; what watches gradients wants parameters that stay.
     """
     layout, precision, stages = plan.layout, plan.precision, [decoder]
-    vocabulary = WHOLE_VOCABULARY
     if mesh is not None and layout.pipeline_parallel_size > 1:
         stages = cut_into_stages(decoder, plan.layers_per_stage, mesh["pp"])
-    if mesh is not None and layout.tensor_parallel_size > 1:
-        apply_tensor_parallel(decoder, mesh["tp"])
-        vocabulary = SplitVocabulary(decoder.config.vocab_size, mesh["tp"])
+    state, experts = _state_meshes(plan, mesh)
+    if experts is not None:
+        has_tensor = layout.tensor_parallel_size > 1
+        apply_expert_parallel(decoder, experts["ep", "tp"] if has_tensor else experts["ep"])
+    if state is not None and layout.tensor_parallel_size > 1:
+        apply_tensor_parallel(decoder, state["tp"])
         tie(decoder)
     apply_recompute(decoder.layers, plan.recompute)
     if compiled:
         apply_compile(decoder.layers, device_type=device.type)
-    if mesh is not None and layout.zero_stage > 0:
-        shards = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
+    if state is not None and layout.zero_stage > 0:
         for stage in stages:
             apply_sharding(
                 stage,
-                shards,
+                _shards(state),
+                experts=None if experts is None else _shards(experts),
                 zero_stage=layout.zero_stage,
                 compute=precision.compute,
                 reduce=precision.gradients,
@@ -172,7 +181,19 @@ def apply(
     if mesh is None:
         return ONE_PROCESS
     _check_all_split(decoder, mesh)
-    syncs = [_sync(stage, mesh, layout.zero_stage) for stage in stages]
+    return _parallel(stages, plan, mesh, experts, device)
+
+
+def _parallel(
+    stages: Sequence[Decoder],
+    plan: TrainingPlan,
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None,
+    device: torch.device,
+) -> Parallel:
+    """What steps must know of stages that are laid out."""
+    layout, config = plan.layout, stages[0].config
+    syncs = [_sync(stage, mesh, experts, layout.zero_stage) for stage in stages]
     pipeline = None
     if layout.pipeline_parallel_size > 1:
         pipeline = Pipeline(
@@ -180,27 +201,64 @@ def apply(
             syncs,
             mesh["pp"],
             schedule=plan.pipeline_schedule,
-            shapes=_shapes(decoder.config, plan),
+            shapes=_shapes(config, plan),
             device=device,
         )
-    is_autocast = layout.zero_stage == 0
-    return Parallel(mesh, SyncOfAll(syncs), vocabulary, is_autocast, pipeline)
+    vocabulary, context = WHOLE_VOCABULARY, WHOLE_CONTEXT
+    if layout.tensor_parallel_size > 1:
+        vocabulary = SplitVocabulary(config.vocab_size, mesh["tp"])
+    if layout.context_parallel_size > 1:
+        context = SplitContext(mesh["cp"], plan.context_method)
+    return Parallel(
+        mesh=mesh,
+        sync=SyncOfAll(syncs),
+        vocabulary=vocabulary,
+        is_autocast=layout.zero_stage == 0,
+        token_multiple=sequence_multiple(layout),
+        context=context,
+        pipeline=pipeline,
+    )
 
 
-def _sync(stage: Decoder, mesh: DeviceMesh, zero_stage: ZeroStage) -> Sync:
+def _state_meshes(
+    plan: TrainingPlan, mesh: DeviceMesh | None
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Where parameters stand, and those of experts where other ranks hold them."""
+    if mesh is None:
+        return None, None
+    axes, is_sharded = plan.mesh_axes, plan.layout.zero_stage > 0
+    made = {"device_type": mesh.device_type, "is_sharded": is_sharded}
+    state, experts = mesh, None
+    if axes["cp"] > 1:
+        state = build_state_mesh(axes, num_expert_ranks=1, **made)
+    if axes["ep"] > 1:
+        experts = build_state_mesh(axes, num_expert_ranks=axes["ep"], **made)
+    return state, experts
+
+
+def _shards(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis of ranks that share a copy of the state out, after that of copies."""
+    return mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
+
+
+def _sync(
+    stage: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None, zero_stage: ZeroStage
+) -> Sync:
     if zero_stage > 0:
         return ShardedState(stage, zero_stage)
-    return GradientSync(stage.parameters(), mesh)
+    return GradientSync(stage.parameters(), mesh, experts)
 
 
 def _shapes(config: ArchitectureConfig, plan: TrainingPlan) -> Shapes:
     """What travels between pipeline stages. The residual stream is in the parameters' dtype, which
     is fp32 under autocast and bf16 where they are gathered in it."""
     is_bf16 = plan.layout.zero_stage > 0 and plan.precision.compute == "bf16"
+    num_tokens = plan.micro_batch_tokens // plan.layout.context_parallel_size
     has_routers = any(layer.feed_forward == "routed" for layer in config.layers)
     return Shapes(
         num_tokens=plan.micro_batch_tokens,
-        num_rows=plan.micro_batch_tokens // plan.layout.tensor_parallel_size,
+        num_own_tokens=num_tokens,
+        num_rows=num_tokens // plan.layout.tensor_parallel_size,
         hidden_size=config.hidden_size,
         hidden_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         num_carried=num_routing_sums(config.moe) if has_routers else 0,

@@ -8,6 +8,7 @@ Written on the functional operators, so that the compiler sees them. Legend: T r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,28 @@ def gather_dims(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows.movedim(0, 1).flatten(1)
 
 
+def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[S, ...] of what every rank has for this one, given what this one has for every rank.
+
+    Gradients go the same way back.
+    """
+    return _Exchange.apply(x, group.size(), group.group_name)
+
+
+def exchange_rows(
+    x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """[sum(got), ...] of [sum(sent), ...]: the first sent[0] rows go to the first rank, and so on;
+    the first got[0] come from it. Gradients go the same way back.
+    """
+    return _ExchangeRows.apply(x, list(sent), list(got), group.group_name)
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' x on every rank; so are gradients."""
+    return _SumOver.apply(x, group.group_name)
+
+
 class _GatherRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
@@ -60,6 +83,46 @@ class _ScatterSum(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _gathered(grad, *ctx.group), None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
+        ctx.group = size, name
+        return _exchanged(x, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grad, *ctx.group), None, None
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], name: str) -> Tensor:
+        ctx.way = sent, got, name
+        return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), got, sent, name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sent, got, name = ctx.way
+        back = _ops.wait_tensor(_ops.all_to_all_single(grad.contiguous(), sent, got, name))
+        return back, None, None, None
+
+
+class _SumOver(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ops.wait_tensor(_ops.all_reduce(grad.contiguous(), "sum", ctx.name)), None
+
+
+def _exchanged(x: Tensor, size: int, name: str) -> Tensor:
+    rows = [x.shape[0] // size] * size
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), rows, rows, name))
 
 
 def _gathered(x: Tensor, size: int, name: str) -> Tensor:

@@ -63,6 +63,22 @@ def build_mesh(mesh_axes: Mapping[str, int], device_type: str) -> DeviceMesh:
     )
 
 
+def build_state_mesh(
+    mesh_axes: Mapping[str, int], device_type: str, *, num_expert_ranks: int, is_sharded: bool
+) -> DeviceMesh:
+    """The same ranks as those that hold parameters stand: cp is folded into fsdp.
+
+    num_expert_ranks: how many of those hold different experts, 1 for other parameters. They are the
+    innermost, and so neighbours; fsdp are then those that hold the same. is_sharded: by ZeRO, whose
+    copies dp are; without it all are copies, and fsdp too.
+    """
+    holders = mesh_axes["dp"] * mesh_axes["fsdp"] * mesh_axes["cp"] // num_expert_ranks
+    copies = mesh_axes["dp"] if is_sharded else 1
+    names = ("pp", "dp", "fsdp", "ep", "tp")
+    shape = (mesh_axes["pp"], copies, holders // copies, num_expert_ranks, mesh_axes["tp"])
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
 def _meet(rank: Rank, timeout_seconds: float) -> dist.Store:
     """The store, once all ranks are there."""
     host, port = meeting_point(os.environ)

@@ -68,8 +68,10 @@ class Shapes:
 
     num_tokens: int
     """Of a micro-batch."""
+    num_own_tokens: int
+    """Of them, those of this rank: context parallelism splits them."""
     num_rows: int
-    """Of its hidden states here: tensor parallelism splits them."""
+    """Of its hidden states here: tensor parallelism splits them too."""
     hidden_size: int
     hidden_dtype: torch.dtype
     num_carried: int
@@ -293,7 +295,7 @@ class _TorchStage(PipelineStage):
         between = [hidden_TD]
         if module.num_carried:
             between.append(torch.empty(module.num_carried, dtype=torch.float32, **made))
-        tokens_T = torch.empty(shapes.num_tokens, dtype=torch.int64, device="meta")
+        tokens_T = torch.empty(shapes.num_own_tokens, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, **made)
         super().__init__(
             module,

@@ -29,16 +29,28 @@ class GradientSync:
     Parameters that are whole on every tensor-parallel rank are summed over those too.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: DeviceMesh,
+        experts: DeviceMesh | None = None,
+    ) -> None:
+        """experts: the mesh of those parameters that expert parallelism spreads."""
         self._is_last = False
-        split, whole = list[nn.Parameter](), list[nn.Parameter]()
+        groups = dict[tuple[str, ...], dist.ProcessGroup]()
+        for own, holders in ((mesh, ("dp", "cp")), (experts, ("fsdp",))):
+            if own is not None:
+                # By every rank and in one order, whatever parameters its stage has: that is how
+                # ranks know each group by the same name.
+                for axes in (holders, (*holders, "tp")):
+                    groups[axes] = _group(own, axes)
+        alike: dict[tuple[str, ...], list[nn.Parameter]] = {axes: [] for axes in groups}
         for parameter in parameters:
-            is_split = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
-            (split if is_split else whole).append(parameter)
-        axes = ("dp", "tp")
+            split = _split_axes(parameter)
+            holders = ("fsdp",) if "ep" in split else ("dp", "cp")
+            alike[holders if "tp" in split else (*holders, "tp")].append(parameter)
         self._buckets = [
-            *_buckets(split, _group(mesh, axes[:1])),
-            *_buckets(whole, _group(mesh, axes)),
+            bucket for axes, group in groups.items() for bucket in _buckets(alike[axes], group)
         ]
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -62,6 +74,14 @@ class GradientSync:
 
     def release(self) -> None:
         """Nothing: parameters are whole at all times."""
+
+
+def _split_axes(parameter: nn.Parameter) -> set[str]:
+    """The mesh axes that ranks have different parts of it along."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return {n for n, each in zip(names, parameter.placements, strict=True) if each.is_shard()}
 
 
 class _Bucket:
@@ -122,8 +142,7 @@ def _as_gradient(summed: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    part = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
-    return part._flatten().get_group() if part.ndim > 1 else part.get_group()
+    return mesh[axes]._flatten().get_group()
 
 
 def _buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[_Bucket]:

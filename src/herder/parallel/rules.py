@@ -19,7 +19,7 @@ MESH_AXIS: dict[Axis, str | None] = {
     "embed": None,  # the residual stream is split by tokens, not by its dims
     "head": None,
     "latent": None,  # one latent for all heads
-    "experts": None,
+    "experts": "ep",
     "patch": None,
 }
 assert MESH_AXIS.keys() == set(get_args(Axis)), "every logical axis needs a rule"

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard
 
 from herder.model.decoder import Decoder
+from herder.model.experts import Experts
 from herder.model.router import Router
 from herder.parallel.shards import held_tensor
 from herder.plan.allocated import sharded_dim
@@ -66,22 +67,31 @@ class ShardedState:
 
 
 def apply_sharding(
-    decoder: Decoder, mesh: DeviceMesh, *, zero_stage: ZeroStage, compute: str, reduce: str
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    *,
+    experts: DeviceMesh | None = None,
+    zero_stage: ZeroStage,
+    compute: str,
+    reduce: str,
 ) -> None:
     """Shard every parameter over a mesh of one axis, or of (copies, shards).
 
+    experts: that of the ranks that hold the same experts, where expert parallelism spreads them.
     compute, reduce: fp32 or bf16, what parameters are gathered in and gradients summed in. Routers
     stay in fp32, whatever the rest computes in. To be called after recompute and compile and before
     memory is given to a decoder on meta.
     """
-    reshard, num_shards = zero_stage == 3, mesh.shape[-1]
+    reshard = zero_stage == 3
     policy = MixedPrecisionPolicy(param_dtype=_DTYPES[compute], reduce_dtype=_DTYPES[reduce])
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
 
-    def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(sharded_dim(held_tensor(parameter).shape, num_shards))
+    def shard(
+        unit: nn.Module, policy: MixedPrecisionPolicy = policy, mesh: DeviceMesh = mesh
+    ) -> None:
+        def placement(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dim(held_tensor(parameter).shape, mesh.shape[-1]))
 
-    def shard(unit: nn.Module, policy: MixedPrecisionPolicy = policy) -> None:
         fully_shard(
             unit,
             mesh=mesh,
@@ -94,6 +104,8 @@ def apply_sharding(
         for module in layer.modules():
             if isinstance(module, Router):
                 shard(module, exact)
+            if isinstance(module, Experts) and experts is not None:
+                shard(module, mesh=experts)
         shard(layer)
     if not decoder.config.tie_embeddings:  # one parameter belongs to one unit: the root's
         if decoder.embed is not None:

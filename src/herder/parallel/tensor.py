@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from herder.config.architecture import GroupedQueryAttention
 from herder.model.decoder import Decoder, Embedding
 from herder.model.norm import RmsNorm
 from herder.model.readout import Vocabulary
 from herder.parallel.collectives import gather_dims, gather_rows, scatter_sum
-from herder.parallel.rules import leaf_axes, parameter_axes, split_dim
+from herder.parallel.leaves import Leaf
+from herder.parallel.rules import leaf_axes, split_dim
 
 _AXIS = "tp"
 
@@ -38,10 +39,10 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     made: dict[int, nn.Parameter] = {}
     for module in decoder.modules():
         axes = leaf_axes(module)
-        if axes is None:
+        if axes is None or _is_split(module):
             continue
         copied = "kv_heads" in axes and num_kv_heads < mesh.size()
-        leaf = _Leaf(module, axes, mesh, num_kv_heads if copied else None)
+        leaf = Leaf(module, axes, mesh, num_kv_heads if copied else None)
         leaf.split(made)
         if isinstance(module, RmsNorm) and split_dim(axes, _AXIS) is not None:
             _norm_whole_projection(module, leaf, mesh)
@@ -55,6 +56,11 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         _look_up_own_entries(decoder.embed, mesh)
     if decoder.head is not None:
         _gather_input(decoder.head, mesh)
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Whether expert parallelism has done it already, over these ranks too."""
+    return all(isinstance(each, DTensor) for each in module.parameters(recurse=False))
 
 
 class SplitVocabulary(Vocabulary):
@@ -76,76 +82,6 @@ class SplitVocabulary(Vocabulary):
         return x
 
 
-class _Leaf:
-    """A module with parameters: how they are split, and its part of them while it computes."""
-
-    def __init__(
-        self, module: nn.Module, axes: Any, mesh: DeviceMesh, num_copied_heads: int | None
-    ) -> None:
-        self.module = module
-        self.axes = axes
-        self.mesh = mesh
-        self.num_copied_heads = num_copied_heads
-        """Set where key-value heads are fewer than ranks: each holds all of them and uses one."""
-        self._held = list[dict[str, Any]]()
-
-    def split(self, made: dict[int, nn.Parameter]) -> None:
-        """Replace parameters by DTensors; `made` has those that were replaced before."""
-        for name, parameter in list(self.module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
-                placement = self._placement(name, parameter.ndim)
-                split = _distributed(parameter, self.mesh, placement)
-                made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
-            self.module.register_parameter(name, made[id(parameter)])
-
-    def register(self) -> None:
-        """Let the module see its own part for as long as its forward runs, errors included."""
-        self.module.register_forward_pre_hook(lambda *_: self.enter())
-        self.module.register_forward_hook(lambda *_: self.leave(), always_call=True)
-
-    def enter(self) -> None:
-        """Put plain tensors in the parameters' places."""
-        parameters: dict[str, Any] = self.module._parameters
-        self._held.append(dict(parameters))
-        for name, parameter in self._held[-1].items():
-            if isinstance(parameter, DTensor):
-                parameters[name] = self._part(name, parameter)
-
-    def leave(self) -> None:
-        """Put the parameters back."""
-        self.module._parameters.update(self._held.pop())
-
-    def _placement(self, name: str, num_dims: int) -> Placement:
-        dim = split_dim(parameter_axes(self.axes, name, num_dims), _AXIS)
-        if dim is None or self.num_copied_heads is not None:
-            return Replicate()
-        return Shard(dim)
-
-    def _part(self, name: str, parameter: DTensor) -> Tensor:
-        (placement,) = parameter.placements
-        gradient = placement if placement.is_shard() else Partial()
-        part = parameter.to_local(grad_placements=[gradient])
-        if self.num_copied_heads is not None:
-            rows = part.shape[0] // self.num_copied_heads
-            head = self.mesh.get_local_rank() * self.num_copied_heads // self.mesh.size()
-            return part.narrow(0, head * rows, rows)
-        sums_inputs = len(self.axes) > 1 and split_dim(self.axes[-1:], _AXIS) is not None
-        if name == "bias" and sums_inputs:
-            return part / self.mesh.size()  # every rank adds it to its part of the sum
-        return part
-
-
-def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """This rank's part of a parameter, of which every rank has the whole, possibly on meta."""
-    whole = parameter.detach()
-    part = whole
-    if isinstance(placement, Shard):
-        part = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone()
-    return DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
 def _gather_input(module: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
 
@@ -165,7 +101,7 @@ def _scatter_output(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_hook(scatter)
 
 
-def _norm_whole_projection(module: RmsNorm, leaf: _Leaf, mesh: DeviceMesh) -> None:
+def _norm_whole_projection(module: RmsNorm, leaf: Leaf, mesh: DeviceMesh) -> None:
     """A norm over all heads together (OLMoE): on all ranks' heads, of which each keeps its own."""
     group, place = mesh.get_group(), mesh.get_local_rank()
     assert leaf.num_copied_heads is None, "the planner refuses copied heads that are normed whole"

@@ -12,7 +12,13 @@ from typing import Literal
 
 from herder.config.architecture import LayerSpec
 from herder.config.catalog import cluster_gpu
-from herder.config.run import ClusterConfig, GpuConfig, PipelineSchedule, TrainConfig
+from herder.config.run import (
+    ClusterConfig,
+    ContextMethod,
+    GpuConfig,
+    PipelineSchedule,
+    TrainConfig,
+)
 from herder.plan.allocated import StateBytes, allocated_state
 from herder.plan.layout import Layout
 from herder.plan.pipeline import Flight, Schedule, chosen_schedule, chunks_per_rank
@@ -52,6 +58,7 @@ class Request:
     chooses_recompute: bool = False
     """Whether recompute is the planner's to choose; else train.recompute holds."""
     pipeline_schedule: Literal["auto"] | PipelineSchedule = "auto"
+    context_method: Literal["auto"] | ContextMethod = "auto"
 
     @property
     def gpu(self) -> GpuConfig:

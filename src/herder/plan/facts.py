@@ -20,7 +20,8 @@ def training_facts(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     stages = ""
     if layout.pipeline_parallel_size > 1:
         stages = f", stages of {_runs(plan.layers_per_stage)} layers ({plan.pipeline_schedule})"
-    yield "layout", f"{layout.told()}{stages}"
+    context = f", context by {plan.context_method}" if layout.context_parallel_size > 1 else ""
+    yield "layout", f"{layout.told()}{stages}{context}"
     yield (
         "precision",
         f"{plan.precision.compute} compute, {plan.precision.parameters} parameters, "

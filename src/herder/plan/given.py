@@ -11,6 +11,7 @@ from herder.plan.candidate import Request
 from herder.plan.layout import (
     Layout,
     ZeroStage,
+    context_method,
     divisors,
     legal_expert_degrees,
     legal_tensor_degrees,
@@ -47,12 +48,13 @@ def given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
             f"{cluster.num_gpus} devices ({cluster.nodes} x {cluster.gpus_per_node})."
         )
     copies = given.data_parallel_replicas
-    _check_copies(given, dp)
-    legal_experts = legal_expert_degrees(architecture, dp // copies)
+    _check_copies(given, dp, cp)
+    legal_experts = legal_expert_degrees(architecture, dp // copies * cp)
     if ep not in legal_experts:
         raise PlanError(
-            f"layout: expert_parallel_size={ep} must divide the experts of {model} and its {dp} "
-            f"data-parallel ranks. Legal here: {', '.join(map(str, legal_experts))}."
+            f"layout: expert_parallel_size={ep} must divide the experts of {model} and the "
+            f"{dp // copies * cp} ranks that share a copy of its state. Legal here: "
+            f"{', '.join(map(str, legal_experts))}."
         )
     stages: tuple[ZeroStage, ...] = (1, 2, 3) if dp * cp > 1 else (0,)
     if given.zero_stage is not None:
@@ -60,6 +62,7 @@ def given_layouts(request: Request, given: LayoutConfig) -> list[Layout]:
     degrees = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "copies": copies}
     layouts = [make_layout(**degrees, zero_stage=stage) for stage in stages]
     _check_sequences(request, layouts[0])
+    context_method(architecture, layouts[0], given.context_method)
     return layouts
 
 
@@ -77,8 +80,10 @@ def _check_sequences(request: Request, layout: Layout) -> None:
         )
 
 
-def _check_copies(given: LayoutConfig, dp: int) -> None:
-    """Refuse copies that the data-parallel ranks cannot be divided into, or that share nothing."""
+def _check_copies(given: LayoutConfig, dp: int, cp: int) -> None:
+    """Refuse copies that the data-parallel ranks cannot be divided into, or that share nothing:
+    context-parallel ranks share one copy.
+    """
     copies = given.data_parallel_replicas
     if copies == 1:
         return
@@ -88,7 +93,7 @@ def _check_copies(given: LayoutConfig, dp: int) -> None:
             f"{where} goes with ZeRO 1 to 3: zero_stage=0 keeps a copy on every one of the {dp} "
             "data-parallel ranks. Leave data_parallel_replicas out, or set zero_stage: 1 or more."
         )
-    legal = [number for number in divisors(dp) if number < dp]
+    legal = [number for number in divisors(dp) if number < dp * cp]
     if copies not in legal:
         options = ", ".join(map(str, legal)) or "1"
         raise PlanError(

@@ -13,7 +13,8 @@ from pydantic import PositiveInt
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
-from herder.config.run import ClusterConfig
+from herder.config.run import ClusterConfig, ContextMethod
+from herder.errors import PlanError
 
 ZeroStage = Literal[0, 1, 2, 3]
 MAX_DATA_PARALLEL_RANKS = 512
@@ -98,6 +99,31 @@ def make_layout(
         data_parallel_replicas=copies,
         zero_stage=zero_stage,
     )
+
+
+def context_method(
+    architecture: ArchitectureConfig, layout: Layout, asked: Literal["auto"] | ContextMethod
+) -> ContextMethod:
+    """How ranks that share a sequence attend. auto: by an exchange of tokens for heads, which moves
+    least, where every rank gets as many. Raises PlanError where that is asked for and cannot be.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2.
+    """
+    attention, cp = architecture.attention, layout.context_parallel_size
+    heads = attention.num_attention_heads // layout.tensor_parallel_size
+    kv_heads = heads
+    if isinstance(attention, GroupedQueryAttention):
+        kv_heads = max(1, attention.num_key_value_heads // layout.tensor_parallel_size)
+    divides = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+    if asked == "ulysses" and not divides:
+        raise PlanError(
+            f"layout: context_method=ulysses gives each of context_parallel_size={cp} ranks as "
+            f"many heads, and a rank has {heads} with {kv_heads} of keys and values. Set "
+            "context_method: ring, or auto."
+        )
+    if asked == "auto":
+        return "ulysses" if divides else "ring"
+    return asked
 
 
 def sequence_multiple(layout: Layout) -> int:

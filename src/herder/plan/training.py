@@ -12,12 +12,12 @@ from typing import Literal
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
-from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
+from herder.config.run import ClusterConfig, ContextMethod, LayoutConfig, TrainConfig
 from herder.errors import PlanError
 from herder.plan.allocated import StateBytes
 from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
-from herder.plan.layout import Layout, smallest_cluster
+from herder.plan.layout import Layout, context_method, smallest_cluster
 from herder.plan.memory import MemoryGb, even_state_bytes, training_memory
 from herder.plan.naive import NaiveDevice, naive_memory, num_naive_devices, one_driving_device
 from herder.plan.parameters import active_parameter_count, parameters_by_module
@@ -82,6 +82,8 @@ class TrainingPlan(Record):
     layers_per_stage: tuple[int, ...]
     """Of each stage; some schedules have two stages a pipeline rank, one after the other ranks'."""
     pipeline_schedule: Schedule
+    context_method: ContextMethod
+    """How ranks that share a sequence would attend to it."""
     precision: PrecisionPlan
     recompute: Recompute
     sequence_length: int
@@ -129,9 +131,16 @@ def plan_training(
         return _naive(architecture, cluster, train, model)
     sizes = ModelSizes(architecture)
     cluster = cluster.model_copy(update={"gpu": cluster_gpu(cluster)})
-    schedule = "auto" if layout == "auto" else layout.pipeline_schedule
+    given = LayoutConfig() if layout == "auto" else layout
     request = Request(
-        sizes, cluster, train, model, typical_batch_tokens, chooses_recompute, schedule
+        sizes,
+        cluster,
+        train,
+        model,
+        typical_batch_tokens,
+        chooses_recompute,
+        given.pipeline_schedule,
+        given.context_method,
     )
     adjustments: list[str] = []
     window = architecture.max_position_embeddings
@@ -274,6 +283,7 @@ def _assembled(
         mesh_axes=layout.mesh_axes,
         layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size * chosen.chunks),
         pipeline_schedule=chosen.schedule,
+        context_method=context_method(sizes.architecture, layout, request.context_method),
         precision=PrecisionPlan(
             compute=train.precision,
             parameters=stored,

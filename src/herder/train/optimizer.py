@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from herder.config.run import OptimizerConfig
@@ -20,23 +22,24 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> AdamW:
-    """Fused AdamW with two groups: matrices decay; norms, sinks (1-D) and biases do not.
+    """Fused AdamW: matrices decay; norms, sinks (1-D) and biases do not. A group for each, and for
+    each mesh that parameters are spread over, since a fused update takes one of them.
 
     Decay of gains and biases does not regularize and costs quality. Source: the grouping of
     Llama-style training code; see arXiv:1706.05350 for why decay of normed weights differs.
     """
-    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # The biases of a layer's experts are stacked: they have two dims.
             decays = parameter.ndim >= 2 and not name.endswith(".bias")
-            (matrices if decays else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays, mesh), []).append(parameter)
     return AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, _), parameters in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

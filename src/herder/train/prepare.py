@@ -16,7 +16,6 @@ from herder.checkpoint.source import ModelSource
 from herder.config.catalog import cluster_gpu
 from herder.config.detect import detect_cluster
 from herder.config.run import ClusterConfig, RunConfig
-from herder.parallel.support import refuse_unsupported
 from herder.plan.naive import describe_naive
 from herder.plan.training import TrainingPlan, plan_training
 from herder.train.schedule import check_schedule
@@ -44,7 +43,6 @@ def plan_run(
         config.layout,
         model=source.name,
     )
-    refuse_unsupported(plan)
     planned = {name: getattr(plan, name) for name in _PLANNED}
     return _with_train(config, planned), plan
 

@@ -21,6 +21,7 @@ from herder.model.decoder import Decoder
 from herder.model.routing import RouterNoise, Routing, routing_losses, routing_sums
 from herder.observe.events import RouterStats
 from herder.parallel.apply import Parallel
+from herder.parallel.context import WHOLE_CONTEXT, Context
 
 _DEAD_AFTER_EVENTS = 5
 _DOMINANT_SHARE = 0.9
@@ -40,14 +41,17 @@ def router_noise(moe: MoeConfig | None, *, seed: int, step: int) -> RouterNoise 
 
 
 def routing_of(
-    config: ArchitectureConfig, batch: MicroBatch, noise: RouterNoise | None = None
+    config: ArchitectureConfig,
+    batch: MicroBatch,
+    noise: RouterNoise | None = None,
+    context: Context = WHOLE_CONTEXT,
 ) -> Routing | None:
-    """The routing of a micro-batch on its device; None for a dense model."""
+    """The routing of this rank's part of a micro-batch on its device; None for a dense model."""
     if not routed_layers(config):
         return None
     tokens = range(batch.first_token, batch.first_token + batch.num_tokens)
     token_T = torch.arange(tokens.start, tokens.stop, device=batch.real_T.device)
-    return Routing(batch.real_T, token_T, noise)
+    return Routing(context.part(batch.real_T), context.part(token_T), noise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +123,7 @@ class StepRouters:
     def totals_over(self, parallel: Parallel) -> RoutingTotals:
         """The sums over the step's micro-batches and layers on all ranks: a collective."""
         counts = torch.cat([self._counts_LE.double().flatten(), self._entropy_sum_L.double()])
-        counts = parallel.sum_over_stages(parallel.sum_over_data(counts))
+        counts = parallel.sum_over_parts(parallel.sum_over_data(counts))
         counts_LE, entropy_sum_L = counts.split([self._counts_LE.numel(), len(self._layers)])
         return RoutingTotals(
             layers=self._layers,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from herder.data.batch import MicroBatch
-from herder.model.attend import PackedAttend
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
 from herder.model.routing import RouterNoise, Routing
@@ -87,17 +86,17 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     parallel, parameters = settings.parallel, list(decoder.parameters())
     weight, num_real_tokens = _step_tokens(micro_batches, settings)
-    routers = None
+    routers, num_router_copies = None, parallel.num_copies * parallel.context.num_ranks
     if routed_layers(decoder.config):
         routers = StepRouters(
-            decoder.config, num_real_tokens=num_real_tokens, num_copies=parallel.num_copies
+            decoder.config, num_real_tokens=num_real_tokens, num_copies=num_router_copies
         )
     losses = LossSum(settings.device)
     works = [StepWork(batch, settings, weight, losses, routers, noise) for batch in micro_batches]
     _accumulate(decoder, works, parallel)
     numbers = losses.total[None] / parallel.num_copies
     if routers is not None:
-        numbers = torch.cat([numbers, routers.losses / parallel.num_copies])
+        numbers = torch.cat([numbers, routers.losses / num_router_copies])
     note_phase("gradient norm")
     squared_norm = parallel.squared_norm(parameters)[None]
     told = parallel.sum_over_all(torch.cat([numbers, squared_norm]).double())
@@ -168,7 +167,8 @@ class StepWork:
     @property
     def tokens_T(self) -> Tensor:
         """What goes into the first stage."""
-        return self._batch.tokens_T.to(self._settings.device)
+        tokens_T = self._batch.tokens_T.to(self._settings.device)
+        return self._settings.parallel.context.part(tokens_T)
 
     def forward(
         self, decoder: Decoder, x: Tensor, carried: Tensor | None
@@ -176,7 +176,8 @@ class StepWork:
         """A stage's hidden states, and the `routing_sums` of all layers so far; of the last stage,
         what is to be differentiated."""
         batch = self._batch.to(x.device)
-        routing = routing_of(decoder.config, batch, self._noise)
+        context = self._settings.parallel.context
+        routing = routing_of(decoder.config, batch, self._noise, context)
         out = summed_loss(decoder, batch, self._settings, routing, x=x)
         if self._routers is not None and routing is not None:
             own = self._routers.watch(routing)
@@ -187,6 +188,7 @@ class StepWork:
         loss = out / self._weight
         self._losses.add(loss)
         if self._routers is not None and carried is not None:
+            carried = context.total(carried)
             loss = loss + self._routers.loss(carried, num_real_tokens=self._batch.num_real_tokens)
         return loss, None
 
@@ -202,14 +204,15 @@ class HeldOutWork:
     @property
     def tokens_T(self) -> Tensor:
         """What goes into the first stage."""
-        return self._batch.tokens_T.to(self._settings.device)
+        tokens_T = self._batch.tokens_T.to(self._settings.device)
+        return self._settings.parallel.context.part(tokens_T)
 
     def forward(
         self, decoder: Decoder, x: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """A stage's hidden states; of the last one, the summed loss."""
         batch = self._batch.to(x.device)
-        routing = routing_of(decoder.config, batch)
+        routing = routing_of(decoder.config, batch, context=self._settings.parallel.context)
         out = summed_loss(decoder, batch, self._settings, routing, x=x)
         if decoder.head is not None:
             self._losses.add(out)
@@ -229,13 +232,14 @@ def summed_loss(
     The batch is on the device already. x: what a later pipeline stage gets in place of the tokens;
     a stage without a head gives hidden_TD.
     """
+    context = settings.parallel.context
     readout = LossReadout(
-        batch.targets_T,
-        batch.weights_T,
+        context.part(batch.targets_T),
+        context.part(batch.weights_T),
         chunk_tokens=settings.loss_chunk_tokens,
         vocabulary=settings.parallel.vocabulary,
     )
-    attend = PackedAttend(
+    attend = context.attend(
         batch.document_lengths,
         device=settings.device.type,
         routing=routing,
@@ -243,8 +247,8 @@ def summed_loss(
     )
     with _autocast(settings):
         return decoder(
-            batch.tokens_T if x is None else x,
-            positions_T=batch.positions_T,
+            context.part(batch.tokens_T) if x is None else x,
+            positions_T=context.part(batch.positions_T),
             attend=attend,
             readout=readout,
         )
@@ -312,7 +316,7 @@ def _rounds(
         if pipeline is not None:
             yield [batch.padded_to(pipeline.num_tokens) for batch in batches]
         else:
-            multiple = parallel.num_copies
+            multiple = parallel.token_multiple
             yield [
                 batch.padded_to(-(-batch.num_tokens // multiple) * multiple) for batch in batches
             ]

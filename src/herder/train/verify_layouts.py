@@ -15,7 +15,13 @@ from pydantic import ValidationError
 
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.config.catalog import gpu
-from herder.config.run import ClusterConfig, LayoutConfig, PipelineSchedule, TrainConfig
+from herder.config.run import (
+    ClusterConfig,
+    ContextMethod,
+    LayoutConfig,
+    PipelineSchedule,
+    TrainConfig,
+)
 from herder.errors import ConfigError, PlanError, close_match
 from herder.plan.training import TrainingPlan, plan_training
 
@@ -25,9 +31,15 @@ MIN_MICRO_BATCHES = 8
 """Of a step over all ranks: two a rank at least where data is split and stages take turns."""
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 """dp copies what fsdp shards out; both read different micro-batches."""
-LATER = {"cp": "context parallelism", "ep": "expert parallelism"}
 SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
-_VALUES = {"zero": ("1", "2", "3"), "schedule": SCHEDULES, "recompute": ("none", "full")}
+_VALUES = {
+    "zero": ("1", "2", "3"),
+    "schedule": SCHEDULES,
+    "context": get_args(ContextMethod),
+    "recompute": ("none", "full"),
+}
+_AXES_OF = {"zero": ("fsdp", "cp"), "schedule": ("pp",), "context": ("cp",)}
+"""Axes of which one must be split for a key to mean anything."""
 _EXAMPLES = "tp=2,pp=2 or fsdp=2,zero=1"
 
 
@@ -40,6 +52,7 @@ class VerifyLayout:
     """Of each of DEGREES."""
     zero: Literal[1, 2, 3] | None = None
     schedule: PipelineSchedule | None = None
+    context: ContextMethod | None = None
     recompute: Literal["none", "full"] = "none"
 
     @property
@@ -69,9 +82,9 @@ def parse_layout(text: str) -> VerifyLayout:
     degrees = {name: int(given.get(name, 1)) for name in DEGREES}
     _refuse_lonely(text, given, degrees)
     values: dict[str, Any] = {
-        name: given[name] for name in ("schedule", "recompute") & given.keys()
+        name: given[name] for name in ("schedule", "context", "recompute") & given.keys()
     }
-    if degrees["fsdp"] > 1:
+    if degrees["fsdp"] > 1 or "zero" in given:
         values["zero"] = int(given.get("zero", 3))
     return VerifyLayout(text=text, degrees=degrees, **values)
 
@@ -87,16 +100,19 @@ def _check_value(text: str, name: str, value: str) -> None:
 
 def _refuse_lonely(text: str, given: Mapping[str, str], degrees: Mapping[str, int]) -> None:
     """What says how an axis works means nothing without the axis."""
-    for name, axis in (("zero", "fsdp"), ("schedule", "pp")):
-        if name in given and degrees[axis] == 1:
+    for name, axes in _AXES_OF.items():
+        if name in given and all(degrees[axis] == 1 for axis in axes):
             raise ConfigError(
-                f"--layouts {text}: {name} is of {axis}, which is not split here. "
-                f"Add {axis}=2, or leave {name} out."
+                f"--layouts {text}: {name} is of {axes[0]}, which is not split here. "
+                f"Add {axes[0]}=2, or leave {name} out."
             )
 
 
-def every_layout() -> list[VerifyLayout]:
-    """Every axis alone, in pairs, and in triples that fill eight ranks; the slow ones last."""
+def every_layout(*, has_experts: bool = False) -> list[VerifyLayout]:
+    """Every axis alone, in pairs, and in more that fill eight ranks.
+
+    has_experts: of a model that has some to spread.
+    """
     stages = [f"pp=2,schedule={schedule}" for schedule in SCHEDULES]
     alone = ["dp=2", *(f"fsdp=2,zero={stage}" for stage in (1, 2, 3)), "tp=2", "tp=4", *stages]
     pairs = [
@@ -111,14 +127,31 @@ def every_layout() -> list[VerifyLayout]:
         *("dp=2,fsdp=2,tp=2", "dp=2,fsdp=2,pp=2", "fsdp=2,tp=4"),
         "fsdp=2,zero=1,tp=2,pp=2,recompute=full",
     ]
-    return [parse_layout(text) for text in (*alone, *pairs, *triples)]
+    context = [
+        *("cp=2,context=ring", "cp=2,context=ulysses", "cp=4,context=ring", "cp=4"),
+        *("cp=2,recompute=full", "cp=2,context=ring,recompute=full"),
+        *("cp=2,zero=3", "fsdp=2,zero=1,cp=2", "dp=2,cp=2", "dp=2,cp=2,zero=2"),
+        *("tp=2,cp=2", "tp=2,cp=2,context=ring", "pp=2,cp=2", "pp=2,cp=2,context=ring"),
+        *("fsdp=2,tp=2,cp=2", "tp=2,pp=2,cp=2", "fsdp=2,pp=2,cp=2,context=ring"),
+    ]
+    experts = [
+        *("dp=2,ep=2", "dp=4,ep=2", "fsdp=4,ep=4", "fsdp=2,recompute=full,ep=2"),
+        *(f"fsdp=4,zero={stage},ep=2" for stage in (1, 2, 3)),
+        *("dp=2,fsdp=2,ep=2", "dp=2,tp=2,ep=2", "fsdp=2,tp=2,ep=2", "fsdp=4,tp=2,ep=2"),
+        *("dp=2,pp=2,ep=2", "fsdp=2,pp=2,ep=2", "cp=2,ep=2", "fsdp=2,cp=2,ep=4"),
+        *("fsdp=2,cp=2,context=ring,ep=2", "fsdp=2,tp=2,pp=2,ep=2", "cp=2,tp=2,pp=2,ep=2"),
+        *("fsdp=2,cp=2,tp=2,ep=4", "fsdp=2,cp=2,pp=2,ep=2", "dp=2,fsdp=2,cp=2,ep=2"),
+    ]
+    texts = (*alone, *pairs, *triples, *context, *(experts if has_experts else ()))
+    return [parse_layout(text) for text in texts]
 
 
-def parse_layouts(texts: Iterable[str]) -> list[VerifyLayout]:
-    """Layouts in the order given, each once; `all` stands for every one."""
+def parse_layouts(texts: Iterable[str], *, has_experts: bool = False) -> list[VerifyLayout]:
+    """Layouts in the order given, each once; `all` stands for every one that the model may have."""
     found = dict[str, VerifyLayout]()
     for text in texts:
-        layouts = every_layout() if text == "all" else [parse_layout(text)]
+        is_all = text == "all"
+        layouts = every_layout(has_experts=has_experts) if is_all else [parse_layout(text)]
         found.update((layout.text, layout) for layout in layouts)
     return list(found.values())
 
@@ -138,17 +171,17 @@ def plan_layout(
 ) -> TrainingPlan:
     """The plan that is run. Raises PlanError with the reason where there is none."""
     degrees = layout.degrees
-    for name, axis in LATER.items():
-        if degrees[name] > 1:
-            raise PlanError(f"{name}={degrees[name]}: {axis} cannot be run by this build yet.")
     if layout.num_ranks > MAX_RANKS:
         raise PlanError(f"{layout.num_ranks} ranks; at most {MAX_RANKS} are started here.")
     fields = {
         "tensor_parallel_size": degrees["tp"],
         "pipeline_parallel_size": degrees["pp"],
+        "context_parallel_size": degrees["cp"],
+        "expert_parallel_size": degrees["ep"],
         "zero_stage": layout.zero or 0,
         "data_parallel_replicas": degrees["dp"] if layout.zero else 1,
         "pipeline_schedule": layout.schedule or "auto",
+        "context_method": layout.context or "auto",
     }
     try:
         given = LayoutConfig.model_validate(fields)
@@ -192,10 +225,12 @@ def scaled_down(plan: TrainingPlan, architecture: ArchitectureConfig) -> tuple[V
     if copies_heads and prod(degrees.values()) * 2 <= MAX_RANKS:
         degrees["tp"] = 4
     words = [f"{name}={degree}" for name, degree in degrees.items()]
-    if "fsdp" in degrees:
+    if "fsdp" in degrees or ("cp" in degrees and layout.zero_stage):
         words.append(f"zero={layout.zero_stage}")
     if "pp" in degrees:
         words.append(f"schedule={plan.pipeline_schedule}")
+    if "cp" in degrees:
+        words.append(f"context={plan.context_method}")
     if plan.recompute == "full":
         words.append("recompute=full")
     small = parse_layout(",".join(words) or "dp=1")

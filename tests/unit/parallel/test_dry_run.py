@@ -9,7 +9,6 @@ import pytest
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import debug_model_names, gpu, model_config_json
 from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
-from herder.errors import PlanError
 from herder.families.registry import architecture_from_hf
 from herder.parallel.dry_run import dry_run, heaviest_rank
 from herder.plan.allocated import MASTER_BYTES
@@ -24,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor_parallel_size": 2}),
     "tensor and shards": (6, {"tensor_parallel_size": 2, "zero_stage": 3}),
     "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "parts of sequences": (4, {"context_parallel_size": 2, "zero_stage": 3}),
     "all three": (12, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 1}),
 }
 
@@ -36,6 +36,30 @@ def plan_of(architecture: ArchitectureConfig, num_ranks: int, layout: Any) -> Tr
     cluster = ClusterConfig(gpus_per_node=num_ranks, gpu=gpu("cpu"))
     train = TrainConfig(sequence_length=48, micro_batch_size=1)
     return plan_training(architecture, cluster, train, LayoutConfig(**layout))
+
+
+SPREAD: dict[str, tuple[int, dict[str, Any]]] = {
+    "copies": (4, {"expert_parallel_size": 2, "zero_stage": 0}),
+    "two shards": (4, {"expert_parallel_size": 2, "zero_stage": 1}),
+    "no shards": (2, {"expert_parallel_size": 2, "zero_stage": 3}),
+    "copies of shards": (
+        8,
+        {"expert_parallel_size": 2, "zero_stage": 2, "data_parallel_replicas": 2},
+    ),
+    "tensor": (8, {"expert_parallel_size": 2, "zero_stage": 3, "tensor_parallel_size": 2}),
+    "parts of sequences": (4, {"expert_parallel_size": 4, "context_parallel_size": 2}),
+}
+"""Of models with experts."""
+
+
+@pytest.mark.parametrize("layout", SPREAD)
+def test_a_rank_holds_its_experts_as_planned(layout: str) -> None:
+    architecture, (num_ranks, degrees) = model("moe-debug"), SPREAD[layout]
+    plan = plan_of(architecture, num_ranks, degrees)
+    found = [dry_run(architecture, plan, rank) for rank in range(num_ranks)]
+    for each in found:
+        assert each.unexplained_bytes == 0, each
+    assert found[heaviest_rank(plan)].parameter_bytes == plan.state_bytes.parameters
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,10 +97,3 @@ def test_a_model_that_is_not_the_plans_is_noticed() -> None:
     other = plan.model_copy(update={"layers_per_stage": (first - 1, *middle, last + 1)})
     assert dry_run(architecture, other, 0).unexplained_bytes < 0
     assert dry_run(architecture, other, 1).unexplained_bytes > 0
-
-
-def test_a_plan_that_cannot_be_run_is_refused_before_anything_is_built() -> None:
-    architecture = model("moe-debug")
-    plan = plan_of(architecture, 2, {"expert_parallel_size": 2})
-    with pytest.raises(PlanError, match="expert_parallel_size=2 can be planned, not run yet"):
-        dry_run(architecture, plan, 0)

@@ -6,9 +6,11 @@ import pytest
 
 from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
 from herder.config.run import ClusterConfig, TrainConfig
+from herder.errors import PlanError
 from herder.plan.candidate import Request
 from herder.plan.layout import (
     MAX_DATA_PARALLEL_RANKS,
+    context_method,
     divisors,
     fast_domain_size,
     growing_clusters,
@@ -21,6 +23,28 @@ from herder.plan.search import all_layouts, layouts_by_simplicity
 from herder.plan.stages import ModelSizes
 
 Published = Callable[[str], ArchitectureConfig]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp", "method"),
+    [
+        ("llama-3.1-405b", 8, 4, "ulysses"),  # 16 heads a rank, and one of keys and values
+        ("llama-3.1-405b", 8, 32, "ring"),
+        ("qwen2.5-0.5b", 1, 7, "ring"),  # 14 heads, but 2 of keys and values
+        ("qwen2.5-0.5b", 1, 2, "ulysses"),
+        ("deepseek-v3", 8, 16, "ulysses"),  # keys and values of every head
+    ],
+)
+def test_ranks_exchange_heads_where_each_gets_as_many(
+    published: Published, name: str, tp: int, cp: int, method: str
+) -> None:
+    architecture = published(name)
+    layout = make_layout(tp=tp, pp=1, dp=1, cp=cp, ep=1, zero_stage=1)
+    assert context_method(architecture, layout, "auto") == method
+    assert context_method(architecture, layout, "ring") == "ring"
+    if method == "ring":
+        with pytest.raises(PlanError, match=f"each of context_parallel_size={cp} ranks"):
+            context_method(architecture, layout, "ulysses")
 
 
 def request(architecture: ArchitectureConfig, cluster: ClusterConfig, length: int) -> Request:

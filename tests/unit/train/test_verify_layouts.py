@@ -41,6 +41,7 @@ def published(name: str) -> ArchitectureConfig:
         ("pp=2,schedule=1f1c", "Did you mean '1f1b'"),
         ("zero=1", "zero is of fsdp, which is not split here. Add fsdp=2"),
         ("tp=2,schedule=gpipe", "schedule is of pp"),
+        ("tp=2,context=ring", "context is of cp"),
     ],
 )
 def test_a_mistyped_layout_is_told_with_what_would_do(text: str, told: str) -> None:
@@ -71,8 +72,7 @@ def test_fsdp_alone_shards_everything_and_dp_alone_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("cp=2", "context parallelism cannot be run"),
-        ("ep=2", "expert parallelism cannot be run"),
+        ("dp=2,ep=2", "expert_parallel_size=2 must divide the experts"),
         ("dp=3,tp=4", "12 ranks; at most 8"),
         ("tp=3", "tensor_parallel_size=3 does not divide num_attention_heads"),
         ("pp=8", "8 stages of 4 layers|exceeds the 4 layers"),
@@ -92,9 +92,14 @@ def test_all_holds_every_axis_schedule_stage_and_pair() -> None:
         frozenset(name for name, degree in layout.degrees.items() if degree > 1)
         for layout in every_layout()
     }
-    axes = ("dp", "fsdp", "tp", "pp")
+    axes = ("dp", "fsdp", "tp", "pp", "cp")
     assert {frozenset((a, b)) for a in axes for b in axes} <= split
     assert all(layout.num_ranks <= MAX_RANKS for layout in every_layout())
+    spread = [each for each in every_layout(has_experts=True) if each.degrees["ep"] > 1]
+    beside = [{name for name in axes if each.degrees[name] > 1} for each in spread]
+    assert all(any(axis in each for each in beside) for axis in axes)
+    assert any(len(each) == 3 for each in beside), "four dimensions on eight ranks"
+    assert all(each.num_ranks <= MAX_RANKS for each in spread)
     given = parse_layouts(["tp=2", "all", "tp=2"])
     assert given[0].text == "tp=2"
     assert len(given) == len(texts)

@@ -1,0 +1,100 @@
+"""Expert parallelism: each rank has some of the experts, and rows travel to them and back.
+
+The other implementation of the dispatch seam: tokens are sorted by expert as ever, then each rank's
+rows go to the ranks that hold their experts, and what those make of them comes back. A rank without
+rows takes part all the same: others wait for it. Bytes sent are those of the rows, however many
+experts there are.
+
+    rows by expert on each rank -> all-to-all -> rows by rank and expert -> by expert -> products
+    -> by rank and expert -> all-to-all -> rows by expert on each rank
+
+Source: GShard, arXiv:2006.16668, section 3.2; without capacity: MegaBlocks, arXiv:2211.15841.
+
+Legend: T tokens, K experts a token, D hidden, R rows, S ranks, E experts, L of them on a rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from herder.model.autograd import Function
+from herder.model.decoder import Decoder
+from herder.model.experts import Compute, Experts, sort_dispatch
+from herder.parallel.collectives import exchange_rows
+from herder.parallel.leaves import Leaf
+from herder.parallel.rules import leaf_axes
+
+
+def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Give every rank its experts of each layer. mesh: of ep, or of ep and tp, which then splits
+    each expert too; tensor parallelism is applied after this and leaves experts alone.
+    """
+    group = mesh.get_group("ep")
+    for experts in decoder.modules():
+        if isinstance(experts, Experts):
+            experts.dispatch = ExpertDispatch(group)
+            for module in experts.children():
+                axes = leaf_axes(module)
+                assert axes is not None, "weights of experts name their axes"
+                leaf = Leaf(module, axes, mesh)
+                leaf.split({})
+                leaf.register()
+
+
+class ExpertDispatch:
+    """Brings rows to the ranks of their experts, and back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        x_TD: Tensor,
+        chosen_TK: Tensor,
+        weight_TK: Tensor,
+        compute: Compute,
+        num_experts: int,
+    ) -> Tensor:
+        """out_TD, as `sort_dispatch` gives it."""
+        away = partial(self._compute_away, compute)
+        return sort_dispatch(x_TD, chosen_TK, weight_TK, away, num_experts)
+
+    def _compute_away(self, compute: Compute, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        sent_SL = counts_E.view(self._group.size(), -1)
+        got_SL = torch.empty_like(sent_SL)
+        dist.all_to_all_single(got_SL, sent_SL, group=self._group)
+        # The one wait for a GPU: sizes of what is sent and received must be known to the host.
+        sent, got = torch.stack([sent_SL.sum(1), got_SL.sum(1)]).tolist()
+        num_rows, num_chosen = len(rows_RD), sum(sent)
+        here_RD = exchange_rows(rows_RD[:num_chosen], sent, got, self._group)
+        del rows_RD
+        expert_R = torch.arange(got_SL.numel(), device=got_SL.device) % got_SL.shape[1]
+        order_R = expert_R.repeat_interleave(got_SL.flatten()).argsort(stable=True)
+        place_R = order_R.argsort()
+        here_RD = _Permuted.apply(here_RD, order_R, place_R)
+        here_RD = compute(here_RD, got_SL.sum(0))
+        here_RD = _Permuted.apply(here_RD, place_R, order_R)
+        back_RD = exchange_rows(here_RD, got, sent, self._group)
+        return F.pad(back_RD, (0, 0, 0, num_rows - num_chosen))
+
+
+class _Permuted(Function):
+    """Row r is row order_R[r] of what was given; place_R is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(place_R)
+        return x_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        (place_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, place_R), None, None

@@ -53,7 +53,7 @@ WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train", "scalin
 
 def main() -> None:
     arguments = parse()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a log keeps whole words
     device = arguments.device
     limits = {
         "fp32 GEMM GFLOP/s": roofline.gemm_gflops(torch.float32, device=device),

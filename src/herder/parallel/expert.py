@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from herder.model.autograd import Function
 from herder.model.decoder import Decoder
@@ -83,7 +83,7 @@ class ExpertDispatch:
         here_RD = compute(here_RD, got_SL.sum(0))
         here_RD = _Permuted.apply(here_RD, place_R, order_R)
         back_RD = exchange_rows(here_RD, got, sent, self._group)
-        return F.pad(back_RD, (0, 0, 0, num_rows - num_chosen))
+        return pad(back_RD, (0, 0, 0, num_rows - num_chosen))
 
 
 class _Permuted(Function):

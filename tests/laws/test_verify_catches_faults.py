@@ -33,10 +33,11 @@ def small(name: str = "llama-debug") -> ArchitectureConfig:
     return shrunk(architecture_from_hf(model_config_json(name), name=name))
 
 
-def cell_of(layout: str, tamper: Tamper | None, *, model: str = "llama-debug") -> Cell:
-    report = verify(
-        small(model), parse_layouts([layout]), model=model, num_steps=STEPS, tamper=tamper
-    )
+def cell_of(
+    layout: str, tamper: Tamper | None, *, model: str = "llama-debug", **more: float
+) -> Cell:
+    layouts = parse_layouts([layout])
+    report = verify(small(model), layouts, model=model, num_steps=STEPS, tamper=tamper, **more)
     (cell,) = report.cells
     assert cell.passed == (report.problem is None)
     return cell
@@ -94,8 +95,8 @@ def dropped_token(decoder: Decoder, _parallel: Parallel) -> None:
     """The first token of every rank and layer reaches no expert."""
 
     def drop(
-        dispatch: Callable[..., Tensor], x_TD: Tensor, chosen: Tensor, weight: Tensor, *others: Any
-    ) -> Tensor:
+        dispatch: Callable[..., Any], x_TD: Tensor, chosen: Tensor, weight: Tensor, *others: Any
+    ) -> Any:
         kept_T1 = (torch.arange(len(x_TD)) > 0)[:, None]
         return dispatch(x_TD, chosen, weight * kept_T1, *others)
 
@@ -114,6 +115,26 @@ def expert_gradient_doubled(decoder: Decoder, _parallel: Parallel) -> None:
     for module in decoder.modules():
         if isinstance(module, Experts):
             module.up.weight.register_hook(lambda grad: grad * 2)
+
+
+def skipped_empty_exchange(decoder: Decoder, parallel: Parallel) -> None:
+    """Of a layer where all choose experts of the first rank, and the tokens of the second none, the
+    second leaves the exchange out: it has nothing to send or to receive."""
+    index, _ = parallel.data_shard
+    experts = decoder.layers.get_submodule("1.feed_forward.experts")
+    assert isinstance(experts, Experts)
+    dispatch, num_here = experts.dispatch, experts.num_experts // 2
+
+    def skip(x_TD: Tensor, chosen_TK: Tensor, *others: Any) -> Any:
+        if index == 0:
+            return dispatch(x_TD, chosen_TK % num_here, *others)
+        sent_SL = torch.zeros(2, num_here, dtype=torch.int64)
+        got_SL = torch.empty_like(sent_SL)
+        torch.distributed.all_to_all_single(got_SL, sent_SL, group=dispatch._group)
+        assert not got_SL.any()
+        return torch.zeros_like(x_TD, requires_grad=True), None
+
+    experts.dispatch = skip
 
 
 def broken_rank(_decoder: Decoder, parallel: Parallel) -> None:
@@ -161,6 +182,12 @@ def test_a_planted_fault_of_experts_fails_its_cell(
     cell = cell_of(layout, tamper, model="moe-debug")
     assert cell.failed
     assert seen_in <= {name for name in cell.differences if not cell.is_within(name)}, cell
+
+
+def test_a_rank_that_skips_an_empty_exchange_fails_its_cell_within_the_time_out() -> None:
+    cell = cell_of("dp=2,ep=2", skipped_empty_exchange, model="moe-debug", timeout_seconds=5.0)
+    assert cell.failed
+    assert cell.error is not None
 
 
 def test_the_parameter_that_is_wrong_is_named() -> None:

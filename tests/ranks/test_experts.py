@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from herder.config.architecture import ArchitectureConfig
+from herder.model.build import build_decoder, initialize_weights, materialize
+from herder.model.experts import Moe
 from herder.model.router import Router
-from herder.parallel.expert import ExpertDispatch
+from herder.parallel.expert import ExpertDispatch, apply_expert_parallel
 from herder.parallel.ranks import run_on_ranks
+from herder.parallel.shards import copy_part
 from herder.plan.training import TrainingPlan
+from herder.train.verify import verify
+from herder.train.verify_layouts import parse_layouts
 from tests.tiny import MOE, micro_batches, plan_on_cpus, planned_trainer, tiny_model
 
 TOKENS = 32
@@ -36,7 +43,7 @@ def dispatched_by_hand(_: None) -> tuple[Tensor, Tensor, list[int]]:
         factors = torch.tensor([1.0, 10.0]) * 100**rank
         return rows_RD * factors.repeat_interleave(counts_L)[:, None]
 
-    out_TD = ExpertDispatch(group)(x_TD, chosen_TK, weight_TK, compute, 4)
+    out_TD, _ = ExpertDispatch(group, num_experts=4)(x_TD, chosen_TK, weight_TK, compute, 4)
     (grad_TD,) = torch.autograd.grad(out_TD.sum(), x_TD)
     return out_TD.detach(), grad_TD, rows_of_each
 
@@ -81,8 +88,9 @@ def bytes_sent(sizes: list[tuple[int, int]]) -> list[int]:
         scores = torch.rand(num_tokens, num_experts, generator=generator)
         weight_TK, chosen_TK = scores.topk(2)
         with Bytes() as count:
-            dispatch = ExpertDispatch(group)
-            dispatch(x_TD, chosen_TK, weight_TK, lambda x, _: 2 * x, num_experts).sum().backward()
+            dispatch = ExpertDispatch(group, num_experts=num_experts)
+            out_TD, _ = dispatch(x_TD, chosen_TK, weight_TK, lambda x, _: 2 * x, num_experts)
+            out_TD.sum().backward()
         told.append(count.sent)
     return told
 
@@ -115,3 +123,141 @@ def test_a_router_that_sends_everything_to_one_expert_trains(zero_stage: int) ->
     for losses, counts in run_on_ranks(train_unfairly, 4, model, plan):
         assert counts == [2 * 4 * TOKENS, 0, 0, 0]
         assert losses[-1] < 0.95 * losses[0]
+
+
+class Names(TorchDispatchMode):
+    """Of what is computed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in {"mm", "silu", "wait_tensor", "all_to_all_single"}:
+            self.told.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def routed_layer(shared_width: int | None = 48) -> Moe:
+    """The routed layer of a tiny model, with its experts spread over all ranks."""
+    moe = MOE.model_copy(update={"shared_expert_intermediate_size": shared_width})
+    decoder = build_decoder(tiny_model("m", moe=moe))
+    group = dist.group.WORLD
+    assert group is not None
+    apply_expert_parallel(decoder, init_device_mesh("cpu", (group.size(),), mesh_dim_names=("ep",)))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=3, place=copy_part)
+    layer = decoder.layers.get_submodule("0.feed_forward")
+    assert isinstance(layer, Moe)
+    return layer
+
+
+def order_of_work() -> tuple[list[str], list[str]]:
+    """Forward and backward of a routed layer with a shared expert."""
+    layer, x_TD = routed_layer(), torch.randn(24, 32, requires_grad=True)
+    with Names() as forward:
+        out_TD = layer(x_TD)
+    with Names() as backward:
+        out_TD.sum().backward()
+    return forward.told, backward.told
+
+
+def between(names: list[str], exchange: int) -> list[str]:
+    """What is done while the exchange of that number is on its way."""
+    start = [place for place, name in enumerate(names) if name == "all_to_all_single"][exchange]
+    end = names.index("wait_tensor", start)
+    return names[start + 1 : end]
+
+
+def test_the_shared_expert_computes_while_rows_and_their_gradients_travel() -> None:
+    for forward, backward in run_on_ranks(order_of_work, 2):
+        assert forward.count("all_to_all_single") == backward.count("all_to_all_single") == 2
+        assert between(forward, 0).count("mm") == 3, forward
+        assert between(forward, 1) == []
+        assert between(backward, 0) == []
+        assert between(backward, 1).count("mm") >= 6, backward
+
+
+def rows_alive_while_experts_compute() -> tuple[int, int]:
+    """(bytes of tensors that were made and are alive when experts have got their rows, and bytes
+    of these rows), where nothing has to be kept for a backward."""
+    layer, seen = routed_layer(shared_width=None), list[tuple[int, int]]()
+    made = Made()
+
+    def compute(rows_RD: Tensor, _counts: Tensor) -> Tensor:
+        seen.append((made.num_bytes, rows_RD.nbytes))
+        return rows_RD
+
+    layer.experts.compute = compute  # type: ignore[method-assign]
+    with torch.no_grad(), made:
+        layer(torch.randn(4096, 32))
+    return seen[0]
+
+
+class Made(TorchDispatchMode):
+    """Bytes of storages that were made under it and are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        alive = {key: each() for key, each in self._storages.items()}
+        return sum(each.nbytes() for each in alive.values() if each is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return out
+
+
+def test_what_was_sent_is_gone_before_experts_compute() -> None:
+    for alive, rows in run_on_ranks(rows_alive_while_experts_compute, 2):
+        assert rows <= alive < 2.2 * rows
+
+
+def watched(_: None) -> dict[int, list[int]]:
+    """By expert, the numbers of rows that listeners on this rank were told of."""
+    layer, told = routed_layer(), dict[int, list[int]]()
+    for expert in range(MOE.num_experts):
+        layer.experts.watch(
+            expert, lambda _kind, rows, e=expert: told.setdefault(e, []).append(len(rows))
+        )
+    layer(torch.randn(24, 32)).sum().backward()
+    return told
+
+
+def test_an_expert_is_watched_by_its_own_number_on_the_rank_that_has_it() -> None:
+    first, second = run_on_ranks(watched, 2, None)
+    assert (set(first), set(second)) == ({0, 1}, {2, 3})
+    assert sum(rows[0] for told in (first, second) for rows in told.values()) == 2 * 24 * 2
+
+
+def train_with_little_room(model: ArchitectureConfig, plan: TrainingPlan) -> tuple[float, int]:
+    run = planned_trainer(model, plan)
+    result = run.step(micro_batches(0, 4, TOKENS, pads=True))
+    assert result.routing is not None
+    return result.loss, int(result.routing.dropped_L.sum())
+
+
+def test_capacity_drops_the_same_choices_in_every_layout() -> None:
+    model = tiny_model("mm", moe=MOE.model_copy(update={"capacity_factor": 0.8}))
+    sizes = {"sequence_length": TOKENS, "global_batch_tokens": 4 * TOKENS}
+    alone = train_with_little_room(model, plan_on_cpus(model, **sizes))
+    assert alone[1] > 0.2 * 2 * 4 * TOKENS * 2 * 0.8
+    layout = {"expert_parallel_size": 2, "context_parallel_size": 2, "context_method": "ring"}
+    plan = plan_on_cpus(model, 4, layout, **sizes)
+    for loss, dropped in run_on_ranks(train_with_little_room, 4, model, plan):
+        assert dropped == alone[1]
+        assert loss == pytest.approx(alone[0], rel=1e-6)
+    report = verify(model, parse_layouts(["cp=2", "tp=2,pp=2"]), model="tiny", num_steps=3)
+    assert report.problem is None

@@ -223,6 +223,9 @@ class MoeConfig(Record):
     aux_loss_coefficient: float = 0.0
     z_loss_coefficient: float = 0.0
     noise: NoiseConfig | None = None
+    capacity_factor: PositiveFloat | None = None
+    """In training an expert takes at most ceil(this * tokens * num_experts_per_token / num_experts)
+    choices of a micro-batch; those of later tokens are dropped. None: all it gets."""
 
     @model_validator(mode="after")
     def _choice_is_possible(self) -> MoeConfig:

@@ -28,6 +28,8 @@ from herder.model.routing import LayerRouting, expert_counts
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows_RD sorted by expert, counts_E) -> rows_RD; rows past the sum of the counts give zeros."""
+Beside = Callable[[], Tensor]
+"""What a layer makes of its tokens besides: work for the time in which rows travel."""
 Listener = Callable[[Literal["activation", "gradient"], Tensor], None]
 
 
@@ -57,13 +59,15 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor, routing: LayerRouting | None = None) -> Tensor:
         """x_TD; of padding, only what the shared expert makes of it."""
         chosen_TK, weight_TK = self.router(x_TD, routing)
-        out_TD = self.experts(x_TD, chosen_TK, weight_TK)
-        if self.shared is None:
-            return out_TD
-        shared_TD = self.shared(x_TD)
+        beside = None if self.shared is None else partial(self._share, self.shared, x_TD)
+        out_TD, shared_TD = self.experts(x_TD, chosen_TK, weight_TK, beside)
+        return out_TD if shared_TD is None else out_TD + shared_TD
+
+    def _share(self, shared: Mlp, x_TD: Tensor) -> Tensor:
+        shared_TD = shared(x_TD)
         if self.shared_gate is not None:
             shared_TD = torch.sigmoid(self.shared_gate(x_TD)) * shared_TD
-        return out_TD + shared_TD
+        return shared_TD
 
 
 class ExpertWeights(nn.Module):
@@ -104,19 +108,22 @@ class Experts(nn.Module):
         self.up = ExpertWeights(*sizes, axes=inwards, **made)
         outwards = ("experts", "embed", "hidden")
         self.down = ExpertWeights(config.num_experts, width, hidden_size, axes=outwards, **made)
-        self.dispatch = sort_dispatch
+        self.dispatch = Dispatch()
         self._listeners: OrderedDict[int, tuple[int, Listener]] = OrderedDict()
 
-    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """The weighted sum of each token's experts; with weight_on_input, of weighted tokens."""
+    def forward(
+        self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, beside: Beside | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weighted sum of each token's experts (with weight_on_input, of weighted tokens), and
+        what `beside` gives."""
+        there = self.compute, self.num_experts, beside
         if not self.weight_on_input:
-            return self.dispatch(x_TD, chosen_TK, weight_TK, self.compute, self.num_experts)
+            return self.dispatch(x_TD, chosen_TK, weight_TK, *there)
         x_TKD = (x_TD[:, None] * weight_TK[:, :, None]).to(x_TD.dtype)
         chosen_R1 = chosen_TK.reshape(-1, 1)
         ones_R1 = torch.ones_like(chosen_R1, dtype=weight_TK.dtype)
-        rows = (x_TKD.flatten(0, 1), chosen_R1, ones_R1)
-        out_RD = self.dispatch(*rows, self.compute, self.num_experts)
-        return out_RD.view_as(x_TKD).sum(1)
+        out_RD, beside_TD = self.dispatch(x_TKD.flatten(0, 1), chosen_R1, ones_R1, *there)
+        return out_RD.view_as(x_TKD).sum(1), beside_TD
 
     def compute(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Each row through its expert."""
@@ -135,6 +142,7 @@ class Experts(nn.Module):
     def watch(self, expert: int, listener: Listener) -> RemovableHandle:
         """Calls listener("activation", rows) with what this expert makes of its tokens (before
         weights), and listener("gradient", rows) with the gradient there; the handle removes it.
+        Where experts are spread over ranks, the rank that has it calls.
 
         Breaks the graph of a compiled layer. Under recompute activations are told twice.
         """
@@ -144,33 +152,63 @@ class Experts(nn.Module):
 
     @torch.compiler.disable
     def _tell(self, out_RD: Tensor, counts_E: Tensor) -> None:
-        ends = counts_E.cumsum(0).tolist()
-        starts = [0, *ends]
-        listeners = list(self._listeners.values())
+        rows_of_each = counts_E.tolist()
+        listeners, first = list(self._listeners.values()), self.dispatch.first_expert
 
         def tell(kind: Literal["activation", "gradient"], rows_RD: Tensor) -> None:
+            chosen_RD = rows_RD[: sum(rows_of_each)]  # those after them are no expert's
+            rows = dict(enumerate(chosen_RD.split(rows_of_each), first))
             for expert, listener in listeners:
-                listener(kind, rows_RD[starts[expert] : ends[expert]])
+                if expert in rows:
+                    listener(kind, rows[expert])
 
         tell("activation", out_RD.detach())
         if out_RD.requires_grad:
             out_RD.register_hook(partial(tell, "gradient"))
 
 
-def sort_dispatch(
-    x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor, compute: Compute, num_experts: int
-) -> Tensor:
-    """sum_k weight_TK * expert_k(x_TD), all experts being here. A choice of `num_experts` is none.
+class Dispatch:
+    """How tokens reach experts, all of which are here."""
 
-    Rows come back to where their token is before they are summed, so that the order of tokens has
-    no say in the sums.
-    """
-    order_R = chosen_TK.flatten().argsort(stable=True)
-    row_R = torch.arange(order_R.shape[0], device=order_R.device)
-    place_TK = torch.empty_like(order_R).scatter(0, order_R, row_R).view_as(chosen_TK)
-    rows_RD = _Sorted.apply(x_TD, order_R, place_TK)
-    out_RD = compute(rows_RD, expert_counts(chosen_TK, num_experts))
-    return _Summed.apply(out_RD, weight_TK, order_R, place_TK)
+    first_expert = 0
+    """Of those that are here."""
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        chosen_TK: Tensor,
+        weight_TK: Tensor,
+        compute: Compute,
+        num_experts: int,
+        beside: Beside | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """sum_k weight_TK * expert_k(x_TD), and what `beside` gives. The choice `num_experts` is
+        none.
+
+        Rows come back to where their token is before they are summed, so that the order of tokens
+        has no say in the sums.
+        """
+        sort = SortedChoices(chosen_TK)
+        out_RD = compute(sort.rows(x_TD), expert_counts(chosen_TK, num_experts))
+        return sort.summed(out_RD, weight_TK), None if beside is None else beside()
+
+
+class SortedChoices:
+    """Rows by expert, and where each token's are."""
+
+    def __init__(self, chosen_TK: Tensor) -> None:
+        self._order_R = chosen_TK.flatten().argsort(stable=True)
+        row_R = torch.arange(self._order_R.shape[0], device=chosen_TK.device)
+        place_R = torch.empty_like(row_R).scatter(0, self._order_R, row_R)
+        self._place_TK = place_R.view_as(chosen_TK)
+
+    def rows(self, x_TD: Tensor) -> Tensor:
+        """rows_RD of the tokens, those of the first expert first."""
+        return _Sorted.apply(x_TD, self._order_R, self._place_TK)
+
+    def summed(self, rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
+        """out_TD: each token's rows times their weights."""
+        return _Summed.apply(rows_RD, weight_TK, self._order_R, self._place_TK)
 
 
 class _Sorted(Function):

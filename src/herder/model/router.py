@@ -40,7 +40,8 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", correction)
 
     def forward(self, x_TD: Tensor, routing: LayerRouting | None) -> tuple[Tensor, Tensor]:
-        """(chosen_TK int64, weight_TK fp32); chosen is E, which is no expert, for padding."""
+        """(chosen_TK int64, weight_TK fp32); chosen is E, which is no expert, for padding
+        and for choices that an expert has no room for."""
         with torch.autocast(x_TD.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             logits_TE = F.linear(x_TD.float(), self.weight.float(), bias)
@@ -57,6 +58,10 @@ class Router(nn.Module):
                 chosen_TK = chosen_TK.where(real_T1, self.config.num_experts)
                 weight_TK = weight_TK.where(real_T1, 0.0)
             routing.record(logits_TE, chosen_TK)
+            dropped_TK = routing.dropped_TK(chosen_TK, self.config.num_experts)
+            if dropped_TK is not None:
+                chosen_TK = chosen_TK.masked_fill(dropped_TK, self.config.num_experts)
+                weight_TK = weight_TK.masked_fill(dropped_TK, 0.0)
         return chosen_TK, weight_TK
 
     def _choose(self, logits_TE: Tensor, score_TE: Tensor) -> Tensor:

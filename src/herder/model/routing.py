@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -38,6 +38,40 @@ class RouterNoise:
         return key
 
 
+class ExpertCapacity:
+    """How many choices an expert takes of one micro-batch: those of its first tokens.
+
+    Source: GShard, arXiv:2006.16668, section 3.2; here a token's better choices do not come before
+    other tokens' worse ones.
+    """
+
+    def __init__(
+        self,
+        choices: Tensor,
+        *,
+        whole: Callable[[Tensor], Tensor],
+        part: Callable[[Tensor], Tensor],
+    ) -> None:
+        """choices: int64 scalar, of an expert. whole and part: of the tokens of a micro-batch,
+        those that are here."""
+        self._choices = choices
+        self._whole = whole
+        self._part = part
+
+    def dropped_TK(self, chosen_TK: Tensor, num_experts: int) -> Tensor:
+        """bool: choices that find no room."""
+        whole_TK = self._whole(chosen_TK)
+        counts_E = expert_counts(whole_TK, num_experts)
+        chosen_R = whole_TK.flatten()
+        order_R = chosen_R.argsort(stable=True)
+        first_E = counts_E.cumsum(0) - counts_E
+        first_E = torch.cat([first_E, counts_E.sum()[None]])  # and of those that chose none
+        row_R = torch.arange(len(order_R), device=order_R.device)
+        place_R = torch.empty_like(row_R).scatter(0, order_R, row_R) - first_E[chosen_R]
+        dropped_R = (place_R >= self._choices) & (chosen_R < num_experts)
+        return self._part(dropped_R.view_as(whole_TK))
+
+
 class LayerRouting:
     """One layer's part of a Routing, and what its router recorded: sums over real tokens.
 
@@ -55,11 +89,14 @@ class LayerRouting:
     """fp32, of the softmax' entropy in nats; at most num_tokens * ln E."""
     num_tokens: Tensor
     """fp32."""
+    num_dropped: Tensor
+    """int64: choices that found no room. They are in counts_E all the same."""
 
     def __init__(self, index: int, routing: Routing) -> None:
         self.index = index
         self.real_T = routing.real_T
         self.token_T = routing.token_T
+        self.capacity = routing.capacity
         self.noise: tuple[Tensor, Tensor] | None = None
         noise = routing.noise
         if noise is not None and noise.std > 0:
@@ -78,6 +115,15 @@ class LayerRouting:
         token_T = _mixed((self.token_T & _LOW_32_BITS) ^ key)
         bits_TE = _mixed(token_T[:, None] ^ _mixed(expert_E))
         return (_normal(bits_TE) * std).float()
+
+    def dropped_TK(self, chosen_TK: Tensor, num_experts: int) -> Tensor | None:
+        """bool: choices beyond an expert's capacity, which are counted; None: it has no limit."""
+        self.num_dropped = torch.zeros((), dtype=torch.int64, device=chosen_TK.device)
+        if self.capacity is None:
+            return None
+        dropped_TK = self.capacity.dropped_TK(chosen_TK, num_experts)
+        self.num_dropped = dropped_TK.sum()
+        return dropped_TK
 
     def record(self, logits_TE: Tensor, chosen_TK: Tensor) -> None:
         """Statistics of fp32 logits (noise included); chosen E is no choice."""
@@ -105,10 +151,12 @@ class Routing:
         real_T: Tensor | None,
         token_T: Tensor | None = None,
         noise: RouterNoise | None = None,
+        capacity: ExpertCapacity | None = None,
     ) -> None:
         self.real_T = real_T
         self.token_T = token_T
         self.noise = noise
+        self.capacity = capacity
         self.records: dict[int, LayerRouting] = {}
         """What each routed layer recorded."""
 

@@ -91,7 +91,7 @@ class RouterStats:
     dominant: tuple[int, ...]
     """Experts that over 90 % of the tokens chose, and more than the mean."""
     dropped_tokens: int
-    """Choices an expert had no room for: none, since experts have no capacity limit here."""
+    """Choices an expert had no room for, where moe.capacity_factor limits it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,13 +49,24 @@ def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Exchange.apply(x, group.size(), group.group_name)
 
 
-def exchange_rows(
-    x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """[sum(got), ...] of [sum(sent), ...]: the first sent[0] rows go to the first rank, and so on;
-    the first got[0] come from it. Gradients go the same way back.
+class RowExchange:
+    """[sum(got), ...] of [sum(sent), ...], on its way: the first sent[0] rows go to the first rank,
+    and so on; the first got[0] come from it.
+
+    Gradients go the same way back, and are on it while the backward runs of what was computed
+    between the start and `arrived`.
     """
-    return _ExchangeRows.apply(x, list(sent), list(got), group.group_name)
+
+    def __init__(
+        self, x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._way = list(sent), list(got), group.group_name
+        self._on_the_way = list[Tensor]()
+        self._sent = _Sent.apply(x, self._on_the_way, *self._way)
+
+    def arrived(self) -> Tensor:
+        """The rows, waited for. To be called once."""
+        return _Arrived.apply(self._sent, self._on_the_way, *self._way)
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,17 +107,34 @@ class _Exchange(Function):
         return _exchanged(grad, *ctx.group), None, None
 
 
-class _ExchangeRows(Function):
+class _Sent(Function):
+    """Gives what was sent, whose gradient is on its way when it comes back here."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], name: str) -> Tensor:
+    def forward(
+        _ctx: Any, x: Tensor, on_the_way: list[Tensor], sent: list[int], got: list[int], name: str
+    ) -> Tensor:
+        on_the_way.append(_ops.all_to_all_single(x.contiguous(), got, sent, name))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ops.wait_tensor(grad), None, None, None, None
+
+
+class _Arrived(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _x: Tensor, on_the_way: list[Tensor], sent: list[int], got: list[int], name: str
+    ) -> Tensor:
         ctx.way = sent, got, name
-        return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), got, sent, name))
+        return _ops.wait_tensor(on_the_way.pop())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sent, got, name = ctx.way
-        back = _ops.wait_tensor(_ops.all_to_all_single(grad.contiguous(), sent, got, name))
-        return back, None, None, None
+        back = _ops.all_to_all_single(grad.contiguous(), sent, got, name)
+        return back, None, None, None, None
 
 
 class _SumOver(Function):

@@ -29,7 +29,7 @@ from herder.config.run import ContextMethod
 from herder.model.attend import Attend, PackedAttend
 from herder.model.attention_spec import AttentionSpec
 from herder.model.routing import Routing
-from herder.parallel.collectives import exchange, sum_over
+from herder.parallel.collectives import exchange, gather_rows, sum_over
 from herder.parallel.ring import Ring, RingAttend
 
 
@@ -40,6 +40,10 @@ class Context:
 
     def part(self, x_T: Tensor) -> Tensor:
         """This rank's rows of all T."""
+        return x_T
+
+    def whole(self, x_T: Tensor) -> Tensor:
+        """All T rows of every rank's part, in the order of tokens."""
         return x_T
 
     def total(self, x: Tensor) -> Tensor:
@@ -75,6 +79,10 @@ class SplitContext(Context):
     def part(self, x_T: Tensor) -> Tensor:
         own = self.order_T(x_T.shape[0], x_T.device).chunk(self.num_ranks)[self._rank]
         return x_T.index_select(0, own)
+
+    def whole(self, x_T: Tensor) -> Tensor:
+        rows_T = gather_rows(x_T, self._group)
+        return rows_T[self.order_T(len(rows_T), x_T.device).argsort()]
 
     def total(self, x: Tensor) -> Tensor:
         return sum_over(x, self._group)

@@ -15,7 +15,6 @@ Legend: T tokens, K experts a token, D hidden, R rows, S ranks, E experts, L of 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from torch.nn.functional import pad
 
 from herder.model.autograd import Function
 from herder.model.decoder import Decoder
-from herder.model.experts import Compute, Experts, sort_dispatch
-from herder.parallel.collectives import exchange_rows
+from herder.model.experts import Beside, Compute, Dispatch, Experts, SortedChoices
+from herder.model.routing import expert_counts
+from herder.parallel.collectives import RowExchange
 from herder.parallel.leaves import Leaf
 from herder.parallel.rules import leaf_axes
 
@@ -39,7 +39,7 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     group = mesh.get_group("ep")
     for experts in decoder.modules():
         if isinstance(experts, Experts):
-            experts.dispatch = ExpertDispatch(group)
+            experts.dispatch = ExpertDispatch(group, num_experts=experts.num_experts)
             for module in experts.children():
                 axes = leaf_axes(module)
                 assert axes is not None, "weights of experts name their axes"
@@ -48,11 +48,12 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
                 leaf.register()
 
 
-class ExpertDispatch:
+class ExpertDispatch(Dispatch):
     """Brings rows to the ranks of their experts, and back."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, num_experts: int) -> None:
         self._group = group
+        self.first_expert = group.rank() * (num_experts // group.size())
 
     @torch.compiler.disable
     def __call__(
@@ -62,28 +63,40 @@ class ExpertDispatch:
         weight_TK: Tensor,
         compute: Compute,
         num_experts: int,
-    ) -> Tensor:
-        """out_TD, as `sort_dispatch` gives it."""
-        away = partial(self._compute_away, compute)
-        return sort_dispatch(x_TD, chosen_TK, weight_TK, away, num_experts)
-
-    def _compute_away(self, compute: Compute, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        sent_SL = counts_E.view(self._group.size(), -1)
+        beside: Beside | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Dispatch does. `beside` runs while rows travel, and its backward while their gradients
+        do. What was sent is released before experts compute.
+        """
+        sent_SL = expert_counts(chosen_TK, num_experts).view(self._group.size(), -1)
         got_SL = torch.empty_like(sent_SL)
         dist.all_to_all_single(got_SL, sent_SL, group=self._group)
+        sort = SortedChoices(chosen_TK)
+        rows_RD = sort.rows(x_TD)
         # The one wait for a GPU: sizes of what is sent and received must be known to the host.
         sent, got = torch.stack([sent_SL.sum(1), got_SL.sum(1)]).tolist()
         num_rows, num_chosen = len(rows_RD), sum(sent)
-        here_RD = exchange_rows(rows_RD[:num_chosen], sent, got, self._group)
-        del rows_RD
-        expert_R = torch.arange(got_SL.numel(), device=got_SL.device) % got_SL.shape[1]
-        order_R = expert_R.repeat_interleave(got_SL.flatten()).argsort(stable=True)
-        place_R = order_R.argsort()
+        travelling = RowExchange(rows_RD[:num_chosen], sent, got, self._group)
+        beside_TD = None if beside is None else beside()
+        here_RD = travelling.arrived()
+        del rows_RD, travelling
+        order_R, place_R = _order_by_expert(got_SL, num_rows=sum(got))
         here_RD = _Permuted.apply(here_RD, order_R, place_R)
         here_RD = compute(here_RD, got_SL.sum(0))
         here_RD = _Permuted.apply(here_RD, place_R, order_R)
-        back_RD = exchange_rows(here_RD, got, sent, self._group)
-        return pad(back_RD, (0, 0, 0, num_rows - num_chosen))
+        back_RD = RowExchange(here_RD, got, sent, self._group).arrived()
+        del here_RD
+        if num_chosen < num_rows:
+            back_RD = pad(back_RD, (0, 0, 0, num_rows - num_chosen))
+        return sort.summed(back_RD, weight_TK), beside_TD
+
+
+def _order_by_expert(got_SL: Tensor, *, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(order_R, place_R): rows that are sorted by rank and expert, by expert, and the way back."""
+    expert_R = torch.arange(got_SL.numel(), device=got_SL.device) % got_SL.shape[1]
+    expert_R = expert_R.repeat_interleave(got_SL.flatten(), output_size=num_rows)
+    order_R = expert_R.argsort(stable=True)
+    return order_R, order_R.argsort()
 
 
 class _Permuted(Function):

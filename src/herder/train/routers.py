@@ -18,7 +18,13 @@ from torch import Tensor
 from herder.config.architecture import ArchitectureConfig, MoeConfig
 from herder.data.batch import MicroBatch
 from herder.model.decoder import Decoder
-from herder.model.routing import RouterNoise, Routing, routing_losses, routing_sums
+from herder.model.routing import (
+    ExpertCapacity,
+    RouterNoise,
+    Routing,
+    routing_losses,
+    routing_sums,
+)
 from herder.observe.events import RouterStats
 from herder.parallel.apply import Parallel
 from herder.parallel.context import WHOLE_CONTEXT, Context
@@ -45,13 +51,30 @@ def routing_of(
     batch: MicroBatch,
     noise: RouterNoise | None = None,
     context: Context = WHOLE_CONTEXT,
+    *,
+    is_training: bool = False,
 ) -> Routing | None:
-    """The routing of this rank's part of a micro-batch on its device; None for a dense model."""
+    """The routing of this rank's part of a micro-batch on its device; None for a dense model.
+
+    is_training: whether experts' capacity is limited where the record says so.
+    """
     if not routed_layers(config):
         return None
     tokens = range(batch.first_token, batch.first_token + batch.num_tokens)
     token_T = torch.arange(tokens.start, tokens.stop, device=batch.real_T.device)
-    return Routing(context.part(batch.real_T), context.part(token_T), noise)
+    capacity = _expert_capacity(config.moe, batch, context) if is_training else None
+    return Routing(context.part(batch.real_T), context.part(token_T), noise, capacity)
+
+
+def _expert_capacity(
+    moe: MoeConfig | None, batch: MicroBatch, context: Context
+) -> ExpertCapacity | None:
+    if moe is None or moe.capacity_factor is None:
+        return None
+    share = batch.num_real_tokens * moe.num_experts_per_token / moe.num_experts
+    # A tensor: a compiled layer must not see numbers that change with the micro-batch.
+    choices = torch.tensor(math.ceil(moe.capacity_factor * share), device=batch.real_T.device)
+    return ExpertCapacity(choices, whole=context.whole, part=context.part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +86,8 @@ class RoutingTotals:
     counts_LE: Tensor
     """int64: how often each expert was chosen."""
     entropy_sum_L: Tensor
+    dropped_L: Tensor
+    """int64: choices that found no room."""
 
     def __add__(self, other: RoutingTotals) -> RoutingTotals:
         return RoutingTotals(
@@ -70,6 +95,7 @@ class RoutingTotals:
             self.num_tokens + other.num_tokens,
             self.counts_LE + other.counts_LE,
             self.entropy_sum_L + other.entropy_sum_L,
+            self.dropped_L + other.dropped_L,
         )
 
 
@@ -95,6 +121,7 @@ class StepRouters:
         shape = len(self._layers), self._moe.num_experts
         self._counts_LE = torch.zeros(shape, dtype=torch.int64, **made)
         self._entropy_sum_L = torch.zeros(shape[0], dtype=torch.float32, **made)
+        self._dropped_L = torch.zeros(shape[0], dtype=torch.int64, **made)
         self._losses = torch.zeros(2, dtype=torch.float32, **made)
 
     def watch(self, routing: Routing) -> Tensor | None:
@@ -104,6 +131,7 @@ class StepRouters:
             if record.counts_E is not None:
                 self._counts_LE[place] += record.counts_E
             self._entropy_sum_L[place] += record.entropy_sum
+            self._dropped_L[place] += record.num_dropped
         return routing_sums(routing.records) if routing.records else None
 
     def loss(self, sums: Tensor, *, num_real_tokens: int) -> Tensor:
@@ -122,14 +150,16 @@ class StepRouters:
 
     def totals_over(self, parallel: Parallel) -> RoutingTotals:
         """The sums over the step's micro-batches and layers on all ranks: a collective."""
-        counts = torch.cat([self._counts_LE.double().flatten(), self._entropy_sum_L.double()])
-        counts = parallel.sum_over_parts(parallel.sum_over_data(counts))
-        counts_LE, entropy_sum_L = counts.split([self._counts_LE.numel(), len(self._layers)])
+        own = self._counts_LE.flatten(), self._entropy_sum_L, self._dropped_L
+        sums = torch.cat([each.double() for each in own])
+        sums = parallel.sum_over_parts(parallel.sum_over_data(sums))
+        counts_LE, entropy_sum_L, dropped_L = sums.split([len(each) for each in own])
         return RoutingTotals(
             layers=self._layers,
             num_tokens=round(self._num_real_tokens.item()),
             counts_LE=counts_LE.view_as(self._counts_LE).long(),
             entropy_sum_L=entropy_sum_L.to(self._entropy_sum_L.dtype),
+            dropped_L=dropped_L.long(),
         )
 
 
@@ -170,14 +200,20 @@ class RouterWatch:
             return []
         selections = totals.counts_LE.tolist()
         entropies = (totals.entropy_sum_L / max(totals.num_tokens, 1)).tolist()
-        told = zip(totals.layers, selections, entropies, strict=True)
+        told = zip(totals.layers, selections, entropies, totals.dropped_L.tolist(), strict=True)
         return [
-            self._stats(step, layer, totals.num_tokens, counts, entropy)
-            for layer, counts, entropy in told
+            self._stats(step, layer, totals.num_tokens, counts, entropy, dropped)
+            for layer, counts, entropy, dropped in told
         ]
 
     def _stats(
-        self, step: int, layer: int, num_tokens: int, counts: Sequence[int], entropy: float
+        self,
+        step: int,
+        layer: int,
+        num_tokens: int,
+        counts: Sequence[int],
+        entropy: float,
+        num_dropped: int,
     ) -> RouterStats:
         idle = self._idle_events
         for expert, count in enumerate(counts):
@@ -194,5 +230,5 @@ class RouterWatch:
             max_entropy=math.log(len(counts)),
             dead=tuple(each for each in experts if idle[layer, each] >= _DEAD_AFTER_EVENTS),
             dominant=tuple(each for each in experts if counts[each] > most),
-            dropped_tokens=0,
+            dropped_tokens=num_dropped,
         )

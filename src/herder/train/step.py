@@ -177,7 +177,7 @@ class StepWork:
         what is to be differentiated."""
         batch = self._batch.to(x.device)
         context = self._settings.parallel.context
-        routing = routing_of(decoder.config, batch, self._noise, context)
+        routing = routing_of(decoder.config, batch, self._noise, context, is_training=True)
         out = summed_loss(decoder, batch, self._settings, routing, x=x)
         if self._routers is not None and routing is not None:
             own = self._routers.watch(routing)

@@ -65,6 +65,7 @@ class Trial:
     architecture: ArchitectureConfig
     num_steps: int
     num_micro_batches: int
+    timeout_seconds: float
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,16 @@ def verify(
     num_steps: int,
     watch: Watch = lambda _layout, _num_ranks: None,
     tamper: Tamper | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Report:
     """Run every layout and compare it with one process. `architecture` is run as it is.
+    timeout_seconds: of one collective.
 
     Raises ModelError for a model that cannot be built. What the planner refuses is a refused cell,
     a rank that dies a failed one.
     """
     build_decoder(architecture)
-    trial = Trial(architecture, num_steps, num_micro_batches(layouts))
+    trial = Trial(architecture, num_steps, num_micro_batches(layouts), timeout_seconds)
     alone = plan_layout(
         architecture, parse_layout("dp=1"), num_micro_batches=trial.num_micro_batches
     )
@@ -127,7 +130,7 @@ def _run(trial: Trial, plan: TrainingPlan, tamper: Tamper | None) -> list[Trace]
         trial,
         plan,
         tamper,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=trial.timeout_seconds,
     )
 
 

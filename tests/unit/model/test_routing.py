@@ -7,6 +7,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from herder.model.routing import (
+    ExpertCapacity,
     LayerRouting,
     RouterNoise,
     Routing,
@@ -167,3 +168,25 @@ def test_noise_of_std_zero_is_none():
 def test_noise_without_token_numbers_is_our_bug():
     with pytest.raises(AssertionError, match="token_T"):
         Routing(None, None, RouterNoise(1, 2, 0.1)).layer(0)
+
+
+def test_an_expert_takes_the_choices_of_its_first_tokens_and_no_more_than_it_has_room_for():
+    chosen_TK = torch.tensor([[0, 1], [1, 0], [6, 6], [0, 2], [1, 0], [2, 1]])
+    capacity = ExpertCapacity(torch.tensor(2), whole=lambda x: x, part=lambda x: x)
+    dropped_TK = capacity.dropped_TK(chosen_TK, NUM_EXPERTS)
+    assert dropped_TK.int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1], [0, 1]]
+
+
+def test_a_part_of_the_tokens_drops_what_the_whole_would():
+    """Tokens 1 and 3 are here; the others, on another rank, come between."""
+    whole_TK = torch.tensor([[0], [0], [0], [1]])
+    here = torch.tensor([1, 3])
+
+    def drop(choices: int) -> list[int]:
+        capacity = ExpertCapacity(
+            torch.tensor(choices), whole=lambda _: whole_TK, part=lambda x: x[here]
+        )
+        return capacity.dropped_TK(whole_TK[here], NUM_EXPERTS).flatten().int().tolist()
+
+    assert drop(1) == [1, 0]
+    assert drop(2) == [0, 0]

@@ -229,7 +229,7 @@ def test_bias_updates_alone_balance_a_router(build_routed: Build) -> None:
     for _ in range(150):
         chosen_TK, _ = decoder.get_submodule("layers.1.feed_forward.router")(x_TD, None)
         counts.append(chosen_TK.flatten().bincount(minlength=4))
-        totals = RoutingTotals((1,), 200, counts[-1][None], torch.zeros(1))
+        totals = RoutingTotals((1,), 200, counts[-1][None], torch.zeros(1), torch.zeros(1))
         update_correction_biases(decoder, totals)
     assert counts[0][0] == 200
     assert counts[-1].max() < 1.2 * counts[-1].float().mean()
@@ -255,6 +255,7 @@ def some_totals(*counts: int, num_tokens: int = 10) -> RoutingTotals:
         num_tokens=num_tokens,
         counts_LE=torch.tensor([counts]),
         entropy_sum_L=torch.tensor([num_tokens * 0.5]),
+        dropped_L=torch.tensor([0]),
     )
 
 

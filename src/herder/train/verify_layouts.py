@@ -141,6 +141,7 @@ def every_layout(*, has_experts: bool = False) -> list[VerifyLayout]:
         *("dp=2,pp=2,ep=2", "fsdp=2,pp=2,ep=2", "cp=2,ep=2", "fsdp=2,cp=2,ep=4"),
         *("fsdp=2,cp=2,context=ring,ep=2", "fsdp=2,tp=2,pp=2,ep=2", "cp=2,tp=2,pp=2,ep=2"),
         *("fsdp=2,cp=2,tp=2,ep=4", "fsdp=2,cp=2,pp=2,ep=2", "dp=2,fsdp=2,cp=2,ep=2"),
+        *("cp=2,zero=3,tp=2,pp=2,ep=2", "cp=2,zero=1,context=ring,tp=2,pp=2,ep=2"),
     ]
     texts = (*alone, *pairs, *triples, *context, *(experts if has_experts else ()))
     return [parse_layout(text) for text in texts]

@@ -132,7 +132,7 @@ def test_a_layout_leaves_every_module_as_it_is(
 ) -> None:
     architecture = small(name)
     try:
-        plan = plan_layout(architecture, layout, num_micro_batches=8)
+        plan = plan_layout(architecture, layout)
     except PlanError as error:
         pytest.skip(str(error))  # what is refused is never applied
     decoder = build_decoder(architecture)
@@ -153,7 +153,7 @@ def test_recompute_and_compile_leave_every_module_as_it_is(
     decoder = build_decoder(architecture)
     before = look(decoder)
     as_rank(0, layout.num_ranks)
-    plan = plan_layout(architecture, layout, num_micro_batches=8)
+    plan = plan_layout(architecture, layout)
     assert plan.recompute == "full"
     applied(decoder, plan, compiled=True)
     assert touched(decoder, before, is_stage=True) == []

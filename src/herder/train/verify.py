@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,9 +33,9 @@ from herder.train.optimizer import build_optimizer
 from herder.train.routers import router_noise
 from herder.train.step import StepSettings, train_step
 from herder.train.verify_layouts import (
+    MIN_MICRO_BATCHES,
     SEQUENCE_LENGTH,
     VerifyLayout,
-    num_micro_batches,
     parse_layout,
     plan_layout,
 )
@@ -64,7 +65,6 @@ class Trial:
 
     architecture: ArchitectureConfig
     num_steps: int
-    num_micro_batches: int
     timeout_seconds: float
 
 
@@ -98,24 +98,35 @@ def verify(
     a rank that dies a failed one.
     """
     build_decoder(architecture)
-    trial = Trial(architecture, num_steps, num_micro_batches(layouts), timeout_seconds)
-    alone = plan_layout(
-        architecture, parse_layout("dp=1"), num_micro_batches=trial.num_micro_batches
-    )
-    (reference,) = _run(trial, alone, None)
+    trial = Trial(architecture, num_steps, timeout_seconds)
+    alone = plan_layout(architecture, parse_layout("dp=1"))
+
+    @cache
+    def one_process(num_micro_batches: int) -> Trace:
+        tokens = num_micro_batches * SEQUENCE_LENGTH
+        plan = alone.model_copy(update={"global_batch_tokens": tokens})
+        return _run(trial, plan, None)[0]
+
     cells = []
     for layout in layouts:
         watch(layout.text, layout.num_ranks)
-        cells.append(_cell(trial, layout, reference, tamper))
-    return Report(model=model, losses=tuple(reference.losses), cells=tuple(cells))
+        cells.append(_cell(trial, layout, one_process, tamper))
+    losses = one_process(MIN_MICRO_BATCHES).losses
+    return Report(model=model, losses=tuple(losses), cells=tuple(cells))
 
 
-def _cell(trial: Trial, layout: VerifyLayout, reference: Trace, tamper: Tamper | None) -> Cell:
+def _cell(
+    trial: Trial,
+    layout: VerifyLayout,
+    one_process: Callable[[int], Trace],
+    tamper: Tamper | None,
+) -> Cell:
     cell = Cell(layout=layout.text, ranks=layout.num_ranks)
     try:
-        plan = plan_layout(trial.architecture, layout, num_micro_batches=trial.num_micro_batches)
+        plan = plan_layout(trial.architecture, layout)
     except PlanError as error:
         return replace(cell, refused=str(error))
+    reference = one_process(layout.num_micro_batches)
     try:
         traces = _run(trial, plan, tamper)
     except RankError as error:
@@ -153,7 +164,7 @@ def train_on_this_rank(trial: Trial, plan: TrainingPlan, tamper: Tamper | None) 
         clip_norm=CLIP_NORM,
         parallel=parallel,
     )
-    dataset = _dataset(architecture, trial.num_micro_batches)
+    dataset = _dataset(architecture, plan.global_batch_tokens)
     results, gradients = [], []
     for step in range(trial.num_steps):
         batches = _micro_batches(dataset, step, parallel.data_shard)
@@ -170,7 +181,7 @@ def train_on_this_rank(trial: Trial, plan: TrainingPlan, tamper: Tamper | None) 
     )
 
 
-def _dataset(architecture: ArchitectureConfig, num_micro_batches: int) -> TokenDataset:
+def _dataset(architecture: ArchitectureConfig, tokens_of_step: int) -> TokenDataset:
     """Documents of a pattern: mostly a token's own successor, among a quarter of the vocabulary,
     which is spread over all of it."""
     generator = np.random.default_rng(SEED)
@@ -185,7 +196,7 @@ def _dataset(architecture: ArchitectureConfig, num_micro_batches: int) -> TokenD
     return TokenDataset(
         PackedRows(vocabulary[tokens], offsets, sequence_length=SEQUENCE_LENGTH),
         micro_batch_size=1,
-        global_batch_tokens=num_micro_batches * SEQUENCE_LENGTH,
+        global_batch_tokens=tokens_of_step,
         seed=SEED,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
@@ -27,8 +27,8 @@ from herder.plan.training import TrainingPlan, plan_training
 
 MAX_RANKS = 8
 SEQUENCE_LENGTH = 64
-MIN_MICRO_BATCHES = 8
-"""Of a step over all ranks: two a rank at least where data is split and stages take turns."""
+MIN_MICRO_BATCHES = 4
+"""Of a step over all ranks."""
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 """dp copies what fsdp shards out; both read different micro-batches."""
 SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
@@ -64,6 +64,11 @@ class VerifyLayout:
     def num_data_ranks(self) -> int:
         """Ranks that read different micro-batches."""
         return self.degrees["dp"] * self.degrees["fsdp"]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step over all ranks: each that reads data has two, and one a stage, at least."""
+        return max(MIN_MICRO_BATCHES, self.num_data_ranks * max(2, self.degrees["pp"]))
 
 
 def parse_layout(text: str) -> VerifyLayout:
@@ -157,19 +162,7 @@ def parse_layouts(texts: Iterable[str], *, has_experts: bool = False) -> list[Ve
     return list(found.values())
 
 
-def num_micro_batches(layouts: Iterable[VerifyLayout]) -> int:
-    """Of a step, in all layouts alike: every number of ranks that they split data over divides it.
-
-    Layouts that no plan exists for are not asked.
-    """
-    runnable = [layout for layout in layouts if layout.num_ranks <= MAX_RANKS]
-    each = lcm(*(layout.num_data_ranks for layout in runnable))
-    return each * -(-MIN_MICRO_BATCHES // each)
-
-
-def plan_layout(
-    architecture: ArchitectureConfig, layout: VerifyLayout, *, num_micro_batches: int
-) -> TrainingPlan:
+def plan_layout(architecture: ArchitectureConfig, layout: VerifyLayout) -> TrainingPlan:
     """The plan that is run. Raises PlanError with the reason where there is none."""
     degrees = layout.degrees
     if layout.num_ranks > MAX_RANKS:
@@ -188,19 +181,20 @@ def plan_layout(
         given = LayoutConfig.model_validate(fields)
     except ValidationError as error:  # the record's own rules are the planner's too
         raise PlanError(error.errors()[0]["msg"]) from None
+    tokens = layout.num_micro_batches * SEQUENCE_LENGTH
     plan = plan_training(
         architecture,
         ClusterConfig(nodes=1, gpus_per_node=layout.num_ranks, gpu=gpu("cpu")),
         TrainConfig(
             sequence_length=SEQUENCE_LENGTH,
             micro_batch_size=1,
-            global_batch_tokens=num_micro_batches * SEQUENCE_LENGTH,
+            global_batch_tokens=tokens,
             precision="fp32",
             recompute=layout.recompute,
         ),
         given,
     )
-    assert plan.global_batch_tokens == num_micro_batches * SEQUENCE_LENGTH, plan.adjustments
+    assert plan.global_batch_tokens == tokens, plan.adjustments
     return plan
 
 

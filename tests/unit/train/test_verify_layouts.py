@@ -15,7 +15,6 @@ from herder.train.verify_layouts import (
     MAX_RANKS,
     SCHEDULES,
     every_layout,
-    num_micro_batches,
     parse_layout,
     parse_layouts,
     plan_layout,
@@ -52,7 +51,7 @@ def test_a_mistyped_layout_is_told_with_what_would_do(text: str, told: str) -> N
 def test_names_become_degrees_of_a_plan() -> None:
     layout = parse_layout("dp=2, fsdp=2,zero=1,pp=2,schedule=gpipe,recompute=full")
     assert (layout.num_ranks, layout.num_data_ranks) == (8, 4)
-    plan = plan_layout(shrunk(published("llama-debug")), layout, num_micro_batches=8)
+    plan = plan_layout(shrunk(published("llama-debug")), layout)
     assert plan.layout.num_ranks == 8
     assert plan.mesh_axes["dp"] == plan.mesh_axes["fsdp"] == plan.mesh_axes["pp"] == 2
     assert (plan.layout.zero_stage, plan.pipeline_schedule) == (1, "gpipe")
@@ -63,7 +62,7 @@ def test_names_become_degrees_of_a_plan() -> None:
 def test_fsdp_alone_shards_everything_and_dp_alone_nothing() -> None:
     architecture = shrunk(published("llama-debug"))
     stages = [
-        plan_layout(architecture, parse_layout(text), num_micro_batches=8).layout.zero_stage
+        plan_layout(architecture, parse_layout(text)).layout.zero_stage
         for text in ("fsdp=2", "dp=2", "tp=2")
     ]
     assert stages == [3, 0, 0]
@@ -80,7 +79,7 @@ def test_fsdp_alone_shards_everything_and_dp_alone_nothing() -> None:
 )
 def test_what_has_no_plan_is_refused_with_the_reason(text: str, told: str) -> None:
     with pytest.raises(PlanError, match=told):
-        plan_layout(shrunk(published("llama-debug")), parse_layout(text), num_micro_batches=8)
+        plan_layout(shrunk(published("llama-debug")), parse_layout(text))
 
 
 def test_all_holds_every_axis_schedule_stage_and_pair() -> None:
@@ -106,10 +105,8 @@ def test_all_holds_every_axis_schedule_stage_and_pair() -> None:
 
 
 def test_a_step_has_micro_batches_for_every_way_of_sharing_them() -> None:
-    assert num_micro_batches(parse_layouts(["tp=2"])) == 8
-    assert num_micro_batches(parse_layouts(["dp=3", "fsdp=2"])) == 12
-    assert num_micro_batches(parse_layouts(["dp=509"])) == 8
-    assert num_micro_batches([]) == 8
+    texts = {"tp=8": 4, "dp=2": 4, "dp=3": 6, "dp=2,fsdp=2": 8, "pp=2": 4, "fsdp=2,pp=4": 8}
+    assert {text: parse_layout(text).num_micro_batches for text in texts} == texts
 
 
 def test_the_plan_of_a_large_cluster_keeps_its_shape() -> None:

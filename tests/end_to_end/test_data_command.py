@@ -101,3 +101,53 @@ def test_an_empty_corpus_is_refused(recipe: Path, capsys: pytest.CaptureFixture[
 def test_fetching_an_unknown_name_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "fetch", "wikipedia-lead"]) == 2
     assert "Did you mean 'wikipedia-leads'?" in capsys.readouterr().err
+
+
+def test_a_step_is_shown_by_the_documents_it_read_and_where_they_are(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = (recipe.parent / "corpus.txt").read_bytes()
+    seen = list[dict[str, object]]()
+    for step in ("1", "2"):
+        assert run(["data", "inspect", str(recipe), "--step", step, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["step"] == int(step)
+        assert {each["micro_batch"] for each in told["documents"]} == {0, 1}
+        assert 200 < sum(each["num_tokens"] for each in told["documents"]) <= 256
+        seen += told["documents"]
+    for each in seen:
+        there = corpus[each["byte_offset"] :].split(b"\n\n")[0].decode()
+        text = str(each["text"]).removesuffix("<|endoftext|>")
+        assert text in there
+        assert (each["first_token"] == 0) == there.startswith(text)
+        line = corpus[: each["byte_offset"]].count(b"\n") + 1
+        assert each["entry"] == f"line {line}"
+    assert run(["data", "inspect", str(recipe), "--step", "1"]) == 0
+    assert "corpus.txt, line" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_what_a_run_read_is_shown_only_while_the_source_holds_it(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = recipe.parent / "run"
+    words = [f"run_directory={out}", "train.steps=2", "evaluate.every_steps=null"]
+    settings = [word for each in words for word in ("--set", each)]
+    assert run(["train", str(recipe), *settings]) == 0
+    capsys.readouterr()
+    shown = list[str]()
+    for what in (recipe, out):
+        assert run(["data", "inspect", str(what), "--step", "2", "--json"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    with (recipe.parent / "corpus.txt").open("a") as file:
+        file.write("\n\nOne more document.")
+    assert run(["data", "inspect", str(out), "--step", "2"]) == 2
+    assert "read other documents than" in capsys.readouterr().err
+
+
+def test_a_recipe_that_leaves_a_steps_size_to_the_plan_is_told_so(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--set", "train.micro_batch_size=null"]
+    assert run(["data", "inspect", str(recipe), "--step", "2", *given]) == 2
+    assert "leaves the size of a step to the plan" in capsys.readouterr().err

@@ -51,6 +51,8 @@ class ExperimentMeta(Record):
     config_hash: str
     """Of everything in config but MAY_CHANGE."""
     plan: dict[str, JsonValue]
+    corpus: str | None = None
+    """The fingerprint of the documents it trains on."""
     git_commit: str | None
     """Of the source herder ran from, `+changes` added where files differed from it."""
     versions: dict[str, str]

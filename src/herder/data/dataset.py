@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from herder.data.batch import MicroBatch
 from herder.data.order import step_rows
 from herder.data.packing import PackedRows
@@ -50,14 +53,19 @@ class TokenDataset:
                 "micro-batches of a step (train.global_batch_tokens / "
                 f"{self.micro_batch_size * self.packed.sequence_length})."
             )
-        rows = step_rows(
-            step,
-            rows_per_step=self.num_micro_batches * self.micro_batch_size,
-            num_rows=self.packed.num_rows,
-            seed=self.seed,
-        ).reshape(self.num_micro_batches, self.micro_batch_size)
+        rows = self.rows(step)
         micro_tokens = self.micro_batch_size * self.packed.sequence_length
         return [
             replace(self.packed.micro_batch(rows[index]), first_token=index * micro_tokens)
             for index in range(shard_index, self.num_micro_batches, num_shards)
         ]
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """[micro-batches, micro_batch_size]: which packed rows step `step` reads."""
+        rows = step_rows(
+            step,
+            rows_per_step=self.num_micro_batches * self.micro_batch_size,
+            num_rows=self.packed.num_rows,
+            seed=self.seed,
+        )
+        return rows.reshape(self.num_micro_batches, self.micro_batch_size)

@@ -20,7 +20,6 @@ from herder.data.tokenizer import Tokenizer
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _BAR_COLUMNS = 40
 _CONTROL_CHARACTERS = dict.fromkeys({*range(32)} - {9, 10}, "\N{REPLACEMENT CHARACTER}")
-"""A corpus must not steer the terminal it is shown on."""
 
 
 def summarize(corpus: TokenizedCorpus, packed: PackedRows) -> dict[str, Any]:
@@ -82,6 +81,11 @@ def summary_view(figures: dict[str, Any]) -> RenderableType:
     return Group(facts, "", histogram)
 
 
+def printable(text: str) -> str:
+    """A corpus' text without what would steer the terminal it is shown on."""
+    return text.translate(_CONTROL_CHARACTERS)
+
+
 def row_view(
     packed: PackedRows, documents: DocumentTokens, tokenizer: Tokenizer, row: int
 ) -> RenderableType:
@@ -99,6 +103,6 @@ def row_view(
         heading = f"document {document}, tokens {first} to {first + length}"
         # One token more than is read: the last target.
         ids = packed.tokens[start : start + length + 1].tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=False).translate(_CONTROL_CHARACTERS)
+        text = printable(tokenizer.decode(ids, skip_special_tokens=False))
         parts += [Text(heading, style="dim"), Text(text, style=_COLOURS[index % len(_COLOURS)])]
     return Group(*parts)

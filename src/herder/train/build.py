@@ -97,7 +97,7 @@ def build_run(
             clip_norm=train.clip_norm,
             parallel=parallel,
         ),
-        meta=build_meta(config, source, plan),
+        meta=build_meta(config, source, plan, corpus=corpus.fingerprint),
         model_files=model_files(source, tokenizer),
         flops_per_token=plan.flops_per_token,
         peak_flops_per_second=peak,
@@ -142,7 +142,9 @@ def build_model(
     return decoder.train(), parallel
 
 
-def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan | None) -> ExperimentMeta:
+def build_meta(
+    config: RunConfig, source: ModelSource, plan: TrainingPlan | None, corpus: str | None = None
+) -> ExperimentMeta:
     """What this run is made of, as of step 0; a converted model has no plan."""
     settings = config.model_dump(mode="json")
     return ExperimentMeta(
@@ -152,6 +154,7 @@ def build_meta(config: RunConfig, source: ModelSource, plan: TrainingPlan | None
         config=settings,
         config_hash=config_hash(settings),
         plan={} if plan is None else plan.model_dump(mode="json"),
+        corpus=corpus,
         git_commit=source_commit(),
         versions={
             "herder": importlib.metadata.version("herder"),

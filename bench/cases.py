@@ -70,11 +70,11 @@ def build(side: str, work: str, precision: str, mode: str, model: Path | None, d
     return builders[side, work](precision, model, device)
 
 
-def token_batches() -> torch.Tensor:
+def token_batches(vocab_size: int = DENSE["vocab_size"]) -> torch.Tensor:
     """[8, MICRO_BATCH_SIZE, SEQUENCE_LENGTH], the same random ids for both sides."""
     generator = torch.Generator().manual_seed(0)
     shape = (8, MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
-    return torch.randint(0, DENSE["vocab_size"], shape, generator=generator)
+    return torch.randint(0, vocab_size, shape, generator=generator)
 
 
 def prompt_tokens(num_tokens: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _herder_model(config: dict, precision: str, device: str):
     return decoder, settings
 
 
-def micro_batches() -> list:
+def micro_batches(vocab_size: int = DENSE["vocab_size"]) -> list:
     from herder.data.batch import MicroBatch
 
     positions_T = torch.arange(SEQUENCE_LENGTH).repeat(MICRO_BATCH_SIZE)
@@ -147,7 +147,7 @@ def micro_batches() -> list:
             real_T=torch.ones_like(weights_T, dtype=torch.bool),
             document_lengths=(SEQUENCE_LENGTH,) * MICRO_BATCH_SIZE,
         )
-        for rows in token_batches()
+        for rows in token_batches(vocab_size)
     ]
 
 

@@ -4,6 +4,9 @@ more and more experts, of which a token meets two; and on two ranks beside one p
 Each comparison runs all its settings in processes of their own that take turns, repetition by
 repetition, so that a machine that slows down slows all of them. Prints medians, ratios of paired
 repetitions against the peer's fastest setting, and the share of what the machine can do at most.
+
+Of ranks it also tells the memory that dispatch to experts takes, the share of their exchange that
+is hidden behind a shared expert, and the longest sequence that trains in a given memory.
 """
 
 from __future__ import annotations
@@ -13,15 +16,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import cases
+import longest
 import roofline
+import routed
 import scaling
 import torch
 from rich.console import Console
 from rich.table import Table
 from workers import Worker, take_turns
+
+from herder.model.linear import multiplies_bf16
 
 HERE = Path(__file__).parent
 FLOPS_PER_TOKEN = {
@@ -48,7 +56,13 @@ AIMS = {
 """(speed against the peer's best setting, peak memory against that setting's)."""
 
 
-WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train", "scaling")
+ON_RANKS = {
+    **{work: partial(scaling.compare, work) for work in scaling.COMPARISONS},
+    "dispatch": routed.compare_memory,
+    "overlap": routed.compare_overlap,
+    "longest": longest.compare,
+}
+WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train", *ON_RANKS)
 
 
 def main() -> None:
@@ -70,8 +84,12 @@ def main() -> None:
     results = []
     for work in arguments.works:
         for precision in arguments.precisions:
-            if work == "scaling":
-                results += scaling.compare(console, precision, arguments)
+            if work in ON_RANKS:
+                if precision == "bf16" and not multiplies_bf16():
+                    told = "left out, this processor would emulate the products"
+                    console.print(f"{work} {precision}: {told}")
+                    continue
+                results += ON_RANKS[work](console, precision, arguments)
                 continue
             workers = compare(console, work, precision, model, arguments)
             aims = AIMS.get((work, precision)) if device == "cpu" else None

@@ -1,7 +1,8 @@
-"""Two ranks of one thread beside one process of two, on model D; and the same of plain torch loops.
+"""Two ranks of one thread beside one process of two, and the same of torch and transformers.
 
-Every setting reads 2,048 tokens a step, so that what is left of two ranks' speed is what layouts
-cost. Run as a script it is one setting, whose first rank answers as worker.py does.
+Every setting of a comparison reads the same 2,048 tokens a step, so that what is left of two ranks'
+speed is what layouts cost. Run as a script it is one setting, whose first rank answers as worker.py
+does.
 """
 
 from __future__ import annotations
@@ -10,68 +11,121 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import cases
 import torch
 import torch.distributed as dist
+from memory import peak_bytes
 from rich.console import Console
 from rich.table import Table
-from worker import answer, peak_bytes
+from torch.distributed.tensor import DTensor
+from worker import answer
 from workers import Worker, take_turns
 
-STEP_SEQUENCES = 4
-SETTINGS = {
-    ("herder", "one process"): 1,
-    ("herder", "replicas"): 2,
-    ("herder", "sharded"): 2,
-    ("herder", "tensor"): 2,
-    ("herder", "pipeline"): 2,
-    ("torch", "one process"): 1,
-    ("torch", "DDP"): 2,
-    ("torch", "FSDP2"): 2,
+STEP_TOKENS = 2_048
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of those that are compared. torch: transformers' model in a plain loop."""
+
+    num_ranks: int = 2
+    layout: dict = field(default_factory=dict)
+    """herder's."""
+    num_parts: int = 1
+    """Micro-batches that herder's step is cut into, over all ranks: a pipeline wants several."""
+
+
+ONE_PROCESS, TWO_RANKS = Setting(num_ranks=1), Setting()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Settings by side and mode, on the same model and tokens."""
+
+    model: dict
+    sequence_length: int
+    settings: dict[tuple[str, str], Setting]
+
+
+COMPARISONS = {
+    "scaling": Comparison(
+        cases.DENSE,
+        512,
+        {
+            ("herder", "one process"): ONE_PROCESS,
+            ("herder", "replicas"): Setting(layout={"zero_stage": 0}, num_parts=2),
+            ("herder", "sharded"): Setting(layout={"zero_stage": 3}, num_parts=2),
+            ("herder", "tensor"): Setting(layout={"tensor_parallel_size": 2}),
+            ("herder", "pipeline"): Setting(layout={"pipeline_parallel_size": 2}, num_parts=4),
+            ("torch", "one process"): ONE_PROCESS,
+            ("torch", "DDP"): TWO_RANKS,
+            ("torch", "FSDP2"): TWO_RANKS,
+        },
+    ),
+    "scaling-experts": Comparison(
+        cases.ROUTED,
+        512,
+        {
+            ("herder", "one process"): ONE_PROCESS,
+            ("herder", "replicas"): Setting(layout={"zero_stage": 0}, num_parts=2),
+            ("herder", "experts"): Setting(
+                layout={"zero_stage": 0, "expert_parallel_size": 2}, num_parts=2
+            ),
+            ("herder", "sharded, experts"): Setting(
+                layout={"zero_stage": 3, "expert_parallel_size": 2}, num_parts=2
+            ),
+            ("torch", "one process"): ONE_PROCESS,
+            ("torch", "DDP"): TWO_RANKS,
+            ("torch", "FSDP2, experts"): TWO_RANKS,
+        },
+    ),
+    # No peer on ranks: CPU attention has no sharding strategy in torch's context_parallel (2.13).
+    "scaling-context": Comparison(
+        cases.DENSE,
+        2_048,
+        {
+            ("herder", "one process"): ONE_PROCESS,
+            ("herder", "ulysses"): Setting(
+                layout={"zero_stage": 0, "context_parallel_size": 2, "context_method": "ulysses"}
+            ),
+            ("herder", "ring"): Setting(
+                layout={"zero_stage": 0, "context_parallel_size": 2, "context_method": "ring"}
+            ),
+            ("torch", "one process"): ONE_PROCESS,
+        },
+    ),
 }
-"""Ranks of each. torch: transformers' Llama in a plain loop."""
-LAYOUTS = {
-    "one process": {},
-    "replicas": {"zero_stage": 0},
-    "sharded": {"zero_stage": 3},
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2},
-}
-SEQUENCES_AT_ONCE = {"pipeline": 1, "replicas": 2, "sharded": 2}
-"""Of a micro-batch, where it is not the whole step: a pipeline wants several."""
 
 
-def compare(console: Console, precision: str, arguments: argparse.Namespace) -> list[dict]:
-    """All settings in turn; a row each."""
-    from herder.model.linear import multiplies_bf16
-
-    if precision == "bf16" and not multiplies_bf16():
-        console.print("scaling bf16: left out, this processor would emulate the products")
-        return []
+def compare(
+    work: str, console: Console, precision: str, arguments: argparse.Namespace
+) -> list[dict]:
+    """All settings of one comparison in turn; a row each."""
     settings = [
-        (side, mode, [sys.executable, __file__, side, mode, "--precision", precision])
-        for side, mode in SETTINGS
+        (side, mode, [sys.executable, __file__, work, side, mode, "--precision", precision])
+        for side, mode in COMPARISONS[work].settings
         if side == "herder" or "transformers" in arguments.sides
     ]
-    title = f"scaling {precision}"
+    title = f"{work} {precision}"
     limits = {"repeats": arguments.repeats, "limit_seconds": arguments.limit}
     workers = take_turns(console, title, settings, **limits)
-    return _report(console, precision, workers)
+    return _report(console, work, precision, workers)
 
 
-def _report(console: Console, precision: str, workers: list[Worker]) -> list[dict]:
+def _report(console: Console, work: str, precision: str, workers: list[Worker]) -> list[dict]:
     bases = {worker.side: worker for worker in workers if worker.mode == "one process"}
-    table = Table(title=f"scaling {precision}: 2 ranks x 1 thread, 1 process x 2 threads")
+    table = Table(title=f"{work} {precision}: 2 ranks x 1 thread, 1 process x 2 threads")
     for heading in ("setting", "runs", "tokens/s", "of one process", "of herder's", "peak GB"):
         table.add_column(heading, justify="left" if heading == "setting" else "right")
     rows = []
     for worker in workers:
         rows.append(
             {
-                "work": "scaling",
+                "work": work,
                 "precision": precision,
                 "setting": worker.name,
                 "repetitions": len(worker.rates),
@@ -87,8 +141,17 @@ def _report(console: Console, precision: str, workers: list[Worker]) -> list[dic
     return rows
 
 
-def herder_case(mode: str, precision: str) -> Callable[[], None]:
+def herder_case(comparison: Comparison, mode: str, precision: str) -> Callable[[], None]:
     """A step of `herder train` on this rank."""
+    setting = comparison.settings["herder", mode]
+    cases.MICRO_BATCH_SIZE //= setting.num_parts
+    step = trainer(comparison.model, setting, precision)
+    batches = cases.micro_batches()[: setting.num_parts]
+    return lambda: step(batches)
+
+
+def trainer(config: dict, setting: Setting, precision: str) -> Callable[[Sequence], None]:
+    """What does a step on this rank's share of the micro-batches of all ranks."""
     from herder.config.catalog import gpu
     from herder.config.run import ClusterConfig, LayoutConfig, OptimizerConfig, TrainConfig
     from herder.families.registry import architecture_from_hf
@@ -100,20 +163,19 @@ def herder_case(mode: str, precision: str) -> Callable[[], None]:
     from herder.train.optimizer import build_optimizer
     from herder.train.step import StepSettings, train_step
 
-    num_ranks = SETTINGS["herder", mode]
-    architecture = architecture_from_hf(cases.DENSE, name="model D")
-    sequences = cases.MICRO_BATCH_SIZE = SEQUENCES_AT_ONCE.get(mode, STEP_SEQUENCES)
+    architecture = architecture_from_hf(config, name="the benchmark's model")
+    micro_batch_tokens = cases.MICRO_BATCH_SIZE * cases.SEQUENCE_LENGTH
     train = TrainConfig(
         sequence_length=cases.SEQUENCE_LENGTH,
-        micro_batch_size=sequences,
-        global_batch_tokens=STEP_SEQUENCES * cases.SEQUENCE_LENGTH,
+        micro_batch_size=cases.MICRO_BATCH_SIZE,
+        global_batch_tokens=setting.num_parts * micro_batch_tokens,
         precision=precision,
     )
-    cluster = ClusterConfig(nodes=1, gpus_per_node=num_ranks, gpu=gpu("cpu"))
-    plan = plan_training(architecture, cluster, train, LayoutConfig(**LAYOUTS[mode]))
+    cluster = ClusterConfig(nodes=1, gpus_per_node=setting.num_ranks, gpu=gpu("cpu"))
+    plan = plan_training(architecture, cluster, train, LayoutConfig(**setting.layout))
     device, decoder = torch.device("cpu"), build_decoder(architecture)
     mesh = None
-    if num_ranks > 1:
+    if setting.num_ranks > 1:
         mesh = build_mesh(plan.mesh_axes, "cpu")
     parallel = apply(decoder, plan, mesh, device=device)
     initialize_weights(decoder, seed=0, place=copy_part)
@@ -122,19 +184,18 @@ def herder_case(mode: str, precision: str) -> Callable[[], None]:
     )
     optimizer = build_optimizer(decoder.named_parameters(), OptimizerConfig())
     index, count = parallel.data_shard
-    batches = cases.micro_batches()[: STEP_SEQUENCES // sequences][index::count]
-    return lambda: train_step(decoder, optimizer, batches, settings)
+    return lambda batches: train_step(decoder, optimizer, batches[index::count], settings)
 
 
-def torch_case(mode: str, precision: str) -> Callable[[], None]:
+def torch_case(comparison: Comparison, mode: str, precision: str) -> Callable[[], None]:
     """The plain loop over transformers' model: forward, backward, clip, fused AdamW."""
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    keys = {key: value for key, value in cases.DENSE.items() if key != "model_type"}
+    keys = {key: value for key, value in comparison.model.items() if key != "model_type"}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("llama", **keys)
+    config = transformers.AutoConfig.for_model(comparison.model["model_type"], **keys)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     autocast = precision == "bf16"
     if mode == "DDP":
@@ -145,23 +206,26 @@ def torch_case(mode: str, precision: str) -> Callable[[], None]:
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        # gloo has no mean
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+    elif mode == "FSDP2, experts":
+        model = _with_experts_apart(model, in_bf16=autocast)
+        autocast = False
+    # gloo has no mean
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    num_ranks = SETTINGS["torch", mode]
-    cases.MICRO_BATCH_SIZE = STEP_SEQUENCES // num_ranks
+    num_ranks = comparison.settings["torch", mode].num_ranks
+    cases.MICRO_BATCH_SIZE //= num_ranks
     rows = cases.token_batches()[dist.get_rank() if num_ranks > 1 else 0]
 
     def step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        _clip(list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
@@ -169,19 +233,45 @@ def torch_case(mode: str, precision: str) -> Callable[[], None]:
     return step
 
 
+def _with_experts_apart(model: torch.nn.Module, *, in_bf16: bool) -> torch.nn.Module:
+    """Half of the experts on each rank, tokens by all-to-all, the rest sharded: as transformers'
+    from_pretrained does it, which on CPUs too would want accelerate."""
+    from transformers.distributed import DistributedConfig
+
+    asked = DistributedConfig(fsdp_size=2, ep_size=2, fsdp_mixed_precision=in_bf16)
+    config, _, meshes = model.prepare_distribute_model(asked)
+    return model.maybe_distribute_model(model, config, meshes)
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """To a norm of 1. torch's own function wants one mesh; of several, all gradients are shards."""
+    meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    if len(meshes) < 2:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return
+    shards = [parameter.grad.to_local() for parameter in parameters]
+    square = torch.nn.utils.get_total_norm(shards).square()
+    dist.all_reduce(square)
+    torch._foreach_mul_(shards, square.rsqrt().clamp(max=1.0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=COMPARISONS)
     parser.add_argument("side", choices=["herder", "torch"])
     parser.add_argument("mode")
     parser.add_argument("--precision", choices=["fp32", "bf16"], required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int)
     arguments = parser.parse_args()
-    num_ranks = SETTINGS[arguments.side, arguments.mode]
+    comparison = COMPARISONS[arguments.work]
+    cases.SEQUENCE_LENGTH = comparison.sequence_length
+    cases.MICRO_BATCH_SIZE = STEP_TOKENS // comparison.sequence_length
+    num_ranks = comparison.settings[arguments.side, arguments.mode].num_ranks
     torch.set_num_threads(2 if num_ranks == 1 else 1)
     build = {"herder": herder_case, "torch": torch_case}[arguments.side]
     if num_ranks == 1:
-        _serve(build(arguments.mode, arguments.precision), is_alone=True)
+        _serve(build(comparison, arguments.mode, arguments.precision), is_alone=True)
         return
     is_first = arguments.rank == 0
     store = dist.TCPStore(
@@ -194,7 +284,7 @@ def main() -> None:
         other = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         dist.init_process_group("gloo", rank=arguments.rank, world_size=num_ranks, store=store)
-        step = build(arguments.mode, arguments.precision)
+        step = build(comparison, arguments.mode, arguments.precision)
         if is_first:
             _serve(step, is_alone=False)
         else:
@@ -224,7 +314,7 @@ def _serve(step: Callable[[], None], *, is_alone: bool) -> None:
         if not is_alone:
             dist.barrier()
         seconds = time.perf_counter() - start
-        return {"tokens": STEP_SEQUENCES * cases.SEQUENCE_LENGTH, "seconds": seconds}
+        return {"tokens": STEP_TOKENS, "seconds": seconds}
 
     answer(timed())
     for _ in sys.stdin:

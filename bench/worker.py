@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 
 import cases
 import torch
+from memory import peak_bytes
 
 
 def main() -> None:
@@ -57,17 +57,6 @@ def main() -> None:
     for _ in sys.stdin:
         answer(timed())
     answer({"peak_gb": peak_bytes(arguments.device) / 1e9})
-
-
-def peak_bytes(device: str) -> int:
-    """Allocated on a GPU, or the process' resident memory."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage remembers what the process that started this one had
-        words = status.read_text().split()
-        return int(words[words.index("VmHWM:") + 1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def answer(message: dict[str, object]) -> None:

@@ -28,14 +28,12 @@ from herder.plan.parameters import parameter_count
 FILE = '''
 """GLM-4-MoE."""
 
-from herder.config.architecture import LayerSpec
 from herder.families.dense import (
-    NORMS, TINY, ClassDefaults, attention_rules, grouped_attention_of, in_layers, layers_with,
-    mlp_rules, read_dense, rules_of, with_feed_forwards, write_dense,
+    TINY, ClassDefaults, grouped_attention_of, layers_with, read_dense, write_dense,
 )
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
-from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
+from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 DEFAULTS = ClassDefaults(max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8)
 
@@ -62,9 +60,8 @@ def from_hf(config, where):
         "qkv_bias": reader.boolean("attention_bias", False),
         "qk_norm": "head" if reader.boolean("use_qk_norm", False) else "none",
     }
-    layers = with_feed_forwards([LayerSpec()] * num_layers, routed=range(first, num_layers))
-    rope = {"rotates_part": True}
-    return read_dense(reader, DEFAULTS, layers=layers, attention=attention, rope=rope, moe=moe)
+    routed, rope = range(first, num_layers), {"rotates_part": True}
+    return read_dense(reader, DEFAULTS, routed=routed, attention=attention, rope=rope, moe=moe)
 
 
 def to_hf(architecture):
@@ -84,23 +81,13 @@ def to_hf(architecture):
     }
 
 
-def weight_rules(architecture):
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture),
-        *expert_rules(architecture),
-        *in_layers(NORMS),
-    )
-
-
 FAMILIES = (
     Family(
         name="glm4_moe",
         architectures=("Glm4MoeForCausalLM",),
         from_hf=from_hf,
         to_hf=to_hf,
-        weight_rules=weight_rules,
+        weight_rules=routed_rules,
         tiny={
             **TINY,
             "hidden_size": 40,

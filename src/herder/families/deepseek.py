@@ -13,21 +13,17 @@ from typing import Any
 from herder.config.architecture import (
     ArchitectureConfig,
     LatentAttention,
-    LayerSpec,
     RopeConfig,
     YarnScaling,
 )
 from herder.families.dense import (
     IGNORABLE_TENSORS,
-    NORMS,
     TINY,
     ClassDefaults,
+    decoder_rules,
     in_layers,
     layers_with,
-    mlp_rules,
     read_shared,
-    rules_of,
-    with_feed_forwards,
     write_shared,
 )
 from herder.families.family import Family
@@ -117,7 +113,7 @@ def _read(
     shared = read_shared(
         reader,
         defaults,
-        layers=with_feed_forwards((LayerSpec(),) * num_layers, routed=range(first, num_layers)),
+        routed=range(first, num_layers),
         rope={"head_dim": rotary, "interleaved": interleaved},
         moe=moe,
     )
@@ -212,13 +208,11 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
         ("self_attn.kv_a_layernorm", "attention.key_value_latent_norm", False),
         ("self_attn.kv_b_proj", "attention.key_value_up", False),
         ("self_attn.o_proj", "attention.output", attention.bias),
-        *NORMS,
     ]
     further = f"model.layers.{architecture.num_layers}.{{rest}}"
-    return rules_of(
+    return decoder_rules(
         architecture,
         *in_layers(linears),
-        *mlp_rules(architecture),
         *expert_rules(architecture),
         ignorable=(*IGNORABLE_TENSORS, further),
     )

@@ -58,11 +58,15 @@ IGNORABLE_TENSORS = (
 """Tables that old versions saved and that are computed from the config."""
 _QKV = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _MLP = ("gate", "up", "down")
-NORMS = (
-    ("input_layernorm", "attention_norm", False),
-    ("post_attention_layernorm", "feed_forward_norm", False),
-)
-"""A layer's norms by hub name, and no biases."""
+_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm"}
+_BRANCH_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "feed_forward_norm",
+    "post_feedforward_layernorm": "feed_forward_output_norm",
+}
+"""A layer's norms by hub name. Llama's name of the feed-forward's is here that of attention's
+output."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,6 @@ def read_dense(
     reader: ConfigReader,
     defaults: ClassDefaults,
     *,
-    layers: tuple[LayerSpec, ...],
     attention: Mapping[str, Any] | None = None,
     rope: Mapping[str, Any] | None = None,
     **others: Any,
@@ -97,9 +100,7 @@ def read_dense(
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.optional_integer("num_key_value_heads", defaults.num_key_value_heads)
     head_dim = read_head_dim(reader, defaults)
-    shared = read_shared(
-        reader, defaults, layers=layers, rope={"head_dim": head_dim, **(rope or {})}, **others
-    )
+    shared = read_shared(reader, defaults, rope={"head_dim": head_dim, **(rope or {})}, **others)
     reader.finish()
     grouped = {
         "kind": "grouped_query",
@@ -131,8 +132,9 @@ def read_shared(
     reader: ConfigReader,
     defaults: ClassDefaults,
     *,
-    layers: tuple[LayerSpec, ...],
     rope: Mapping[str, Any],
+    layers: Iterable[LayerSpec] | None = None,
+    routed: Container[int] | None = None,
     ropes: tuple[RopeConfig, ...] | None = None,
     norm: Mapping[str, Any] | None = None,
     moe: Mapping[str, Any] | None = None,
@@ -144,9 +146,13 @@ def read_shared(
 ) -> dict[str, Any]:
     """Fields of the architecture that all families have; to be made a record once all is read.
 
-    rope: arguments of `read_rope`, unless the family read its `ropes` itself. norm, moe: fields of
-    those records. mlp_key: the width of dense layers, read where there are any. fields: the rest.
+    rope: arguments of `read_rope`, unless the family read its `ropes` itself. layers: absent, all
+    are alike. routed: of a family with experts, the layers that have them; absent, all. norm, moe:
+    fields of those records. mlp_key: the width of dense layers, read where there are any. fields:
+    the rest.
     """
+    num_layers = reader.integer("num_hidden_layers")
+    has_experts = [moe is not None and (routed is None or i in routed) for i in range(num_layers)]
     longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings)
     given: dict[str, Any] = {
         "max_position_embeddings": longest,
@@ -162,12 +168,15 @@ def read_shared(
         "tie_embeddings": reader.boolean("tie_word_embeddings", ties),
         "ropes": ropes or (read_rope(reader, **given),),
         "initializer_range": reader.number("initializer_range", 0.02),
-        "layers": layers,
+        "layers": tuple(
+            layer.model_copy(update={"feed_forward": "routed"}) if has else layer
+            for layer, has in zip(layers or [LayerSpec()] * num_layers, has_experts, strict=False)
+        ),
         "mlp": None,
         "moe": moe,
     }
     kind = read_activation(reader, activation_key, activation)
-    if any(layer.feed_forward == "dense" for layer in layers):
+    if not all(has_experts):
         width = reader.integer(mlp_key)
         mlp = {"intermediate_size": width, "activation": kind, "bias": mlp_bias}
         shared["mlp"] = mlp
@@ -180,16 +189,6 @@ def read_activation(
 ) -> Activation:
     """The nonlinearity of the feed-forward."""
     return reader.choice(key, _ACTIVATIONS, default)
-
-
-def with_feed_forwards(
-    layers: Iterable[LayerSpec], *, routed: Container[int]
-) -> tuple[LayerSpec, ...]:
-    """The layers with experts in those that are named."""
-    return tuple(
-        layer.model_copy(update={"feed_forward": "routed" if index in routed else "dense"})
-        for index, layer in enumerate(layers)
-    )
 
 
 def grouped_attention_of(architecture: ArchitectureConfig) -> GroupedQueryAttention:
@@ -267,9 +266,7 @@ def gated(hub: str, ours: str, *, bias: bool = False) -> list[Linear]:
     return [(f"{hub}.{each}_proj", f"{ours}.{each}", bias) for each in _MLP]
 
 
-def attention_rules(architecture: ArchitectureConfig) -> tuple[WeightRule, ...]:
-    """Projections and norms of grouped attention: which exist is read off the record."""
-    attention = grouped_attention_of(architecture)
+def _attention_rules(attention: GroupedQueryAttention) -> tuple[WeightRule, ...]:
     linears = [(f"self_attn.{hub}", f"attention.{ours}", attention.qkv_bias) for hub, ours in _QKV]
     linears.append(("self_attn.o_proj", "attention.output", attention.output_bias))
     if attention.qk_norm in ("head", "projection"):
@@ -278,34 +275,29 @@ def attention_rules(architecture: ArchitectureConfig) -> tuple[WeightRule, ...]:
     return in_layers(linears)
 
 
-def mlp_rules(architecture: ArchitectureConfig, block: str = "mlp") -> tuple[WeightRule, ...]:
-    """Feed-forwards of the dense layers, where there are any."""
-    if architecture.mlp is None:
-        return ()
-    linears = gated(block, "feed_forward", bias=architecture.mlp.bias)
-    return in_layers(linears, layers=layers_with(architecture, "dense"))
-
-
-def rules_of(
+def decoder_rules(
     architecture: ArchitectureConfig,
-    *in_layers: WeightRule,
+    *own: WeightRule,
+    block: str = "mlp",
     ignorable: tuple[str, ...] = IGNORABLE_TENSORS,
 ) -> WeightRules:
-    """All rules: embedding, head and final norm beside those of layers."""
+    """Weight names of a decoder: which tensors it has is read off the record.
+
+    own: what is peculiar to the family; such a rule takes the place of the usual one of its tensor.
+    Of latent attention and of experts there are no usual ones. block: the hub's feed-forward.
+    """
+    norms = _BRANCH_NORMS if architecture.branch_norm else _NORMS
+    usual = _RULES + in_layers((hub, ours, False) for hub, ours in norms.items())
+    if isinstance(architecture.attention, GroupedQueryAttention):
+        usual += _attention_rules(architecture.attention)
+    if architecture.mlp is not None:
+        linears = gated(block, "feed_forward", bias=architecture.mlp.bias)
+        usual += in_layers(linears, layers=layers_with(architecture, "dense"))
+    replaced = {rule.ours for rule in own}
     return WeightRules(
-        rules=(*_RULES, *in_layers),
+        rules=(*(rule for rule in usual if rule.ours not in replaced), *own),
         num_layers=architecture.num_layers,
         tied=architecture.tie_embeddings,
         num_experts=0 if architecture.moe is None else architecture.moe.num_experts,
         ignorable=ignorable,
-    )
-
-
-def dense_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names of a dense decoder."""
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture),
-        *in_layers(NORMS),
     )

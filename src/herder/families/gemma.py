@@ -13,13 +13,10 @@ from herder.config.architecture import ArchitectureConfig, RopeConfig
 from herder.families.dense import (
     TINY,
     ClassDefaults,
-    attention_rules,
+    decoder_rules,
     grouped_attention_of,
-    in_layers,
-    mlp_rules,
     read_dense,
     read_head_dim,
-    rules_of,
     write_dense,
 )
 from herder.families.family import Family
@@ -33,7 +30,6 @@ from herder.families.layer_types import (
 )
 from herder.families.reading import ConfigReader
 from herder.families.rope import read_table, write_rope
-from herder.families.weights import WeightRules
 
 GEMMA2_DEFAULTS = ClassDefaults(
     max_position_embeddings=8192, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
@@ -51,12 +47,6 @@ QUERY_SCALAR = 256
 ATTENTION_CAP, FINAL_CAP = 50.0, 30.0
 """Source: transformers 5.24, Gemma2Config and Gemma3TextConfig."""
 
-_NORMS = (
-    ("input_layernorm", "attention_norm", False),
-    ("post_attention_layernorm", "attention_output_norm", False),
-    ("pre_feedforward_layernorm", "feed_forward_norm", False),
-    ("post_feedforward_layernorm", "feed_forward_output_norm", False),
-)
 _ATTENTION_CAP, _FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 _LOCAL_THETA, _SCALAR = "rope_local_base_freq", "query_pre_attn_scalar"
 
@@ -183,16 +173,6 @@ def gemma3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return keys
 
 
-def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names: Llama's name of the feed-forward's norm is here that of attention's output."""
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture),
-        *in_layers(_NORMS),
-    )
-
-
 _TINY = {
     **{key: value for key, value in TINY.items() if key != "num_hidden_layers"},
     "hidden_size": 48,
@@ -209,7 +189,7 @@ FAMILIES = (
         architectures=("Gemma2ForCausalLM",),
         from_hf=gemma2_from_hf,
         to_hf=gemma2_to_hf,
-        weight_rules=weight_rules,
+        weight_rules=decoder_rules,
         tiny={**_TINY, "num_hidden_layers": 2, _ATTENTION_CAP: 2.0, _FINAL_CAP: 3.0},
     ),
     Family(
@@ -217,7 +197,7 @@ FAMILIES = (
         architectures=("Gemma3ForCausalLM",),
         from_hf=gemma3_from_hf,
         to_hf=gemma3_to_hf,
-        weight_rules=weight_rules,
+        weight_rules=decoder_rules,
         tiny={
             **_TINY,
             "num_hidden_layers": 3,

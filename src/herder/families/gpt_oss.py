@@ -7,16 +7,13 @@ from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, YarnScaling
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
+    decoder_rules,
     grouped_attention_of,
     in_layers,
     layers_with,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
@@ -68,7 +65,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     return read_dense(
         reader,
         DEFAULTS,
-        layers=with_feed_forwards(layers, routed=range(len(layers))),
+        layers=layers,
         attention={"qkv_bias": has_bias, "output_bias": has_bias, "sinks": True},
         rope={"absent": SCALING},
         norm={"multiply_in_fp32": True},
@@ -95,13 +92,11 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: experts are stacked, inputs before outputs, gate and up taking turns."""
     router = [("mlp.router", "feed_forward.router", True)]
-    return rules_of(
+    return decoder_rules(
         architecture,
-        *attention_rules(architecture),
         WeightRule("model.layers.{layer}.self_attn.sinks", "layers.{layer}.attention.sinks.weight"),
         *in_layers(router, layers=layers_with(architecture, "routed")),
         *stacked_rules(architecture, "mlp.experts", gate=slice(0, None, 2), up=slice(1, None, 2)),
-        *in_layers(NORMS),
     )
 
 

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from herder.config.architecture import ArchitectureConfig, LayerSpec
+from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
     grouped_attention_of,
-    in_layers,
     layers_with,
-    mlp_rules,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
-from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
-from herder.families.weights import WeightRules
+from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 _DENSE = "dense_layers"
 _QK_NORM, _SCORING, _BIAS = "qk_norm", "router_scoring", "router_correction_bias"
@@ -51,12 +45,11 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
         shared_expert_intermediate_size=reader.optional_integer(_SHARED),
         shared_expert_gate=reader.boolean(_SHARED_GATE, False),
     )
-    layers = with_feed_forwards([LayerSpec()] * num_layers, routed={*range(num_layers)} - dense)
     qk_norm = reader.choice(_QK_NORM, {"none": "none", "head": "head"}, "none")
     return read_dense(
         reader,
         ClassDefaults(max_position_embeddings=4096),
-        layers=layers,
+        routed={*range(num_layers)} - dense,
         attention={"qk_norm": qk_norm},
         moe=moe,
     )
@@ -77,17 +70,6 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         _SHARED: moe.shared_expert_intermediate_size,
         _SHARED_GATE: moe.shared_expert_gate,
     }
-
-
-def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names, as Qwen's."""
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture),
-        *expert_rules(architecture, shared="shared_expert"),
-        *in_layers(NORMS),
-    )
 
 
 def _read_dense_layers(reader: ConfigReader, value: Any, num_layers: int) -> set[int]:
@@ -115,7 +97,7 @@ HANDWRITTEN = Family(
     architectures=("HerderForCausalLM",),
     from_hf=from_hf,
     to_hf=to_hf,
-    weight_rules=weight_rules,
+    weight_rules=partial(routed_rules, shared="shared_expert"),
     tiny={
         **TINY,
         "hidden_size": 48,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from herder.config.architecture import ArchitectureConfig, LayerSpec
+from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
     TINY,
     ClassDefaults,
-    dense_rules,
+    decoder_rules,
     grouped_attention_of,
     mlp_of,
     read_dense,
@@ -41,7 +41,6 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     return read_dense(
         reader,
         DEFAULTS,
-        layers=(LayerSpec(),) * reader.integer("num_hidden_layers"),
         attention={"qkv_bias": has_attention_bias, "output_bias": has_attention_bias},
         mlp_bias=reader.boolean("mlp_bias", False),
     )
@@ -62,7 +61,7 @@ FAMILIES = (
         architectures=("LlamaForCausalLM",),
         from_hf=from_hf,
         to_hf=to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={**TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},
     ),
 )

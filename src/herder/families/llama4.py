@@ -11,17 +11,13 @@ from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
+    decoder_rules,
     grouped_attention_of,
     in_layers,
     layers_with,
-    mlp_rules,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
@@ -87,7 +83,8 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     return read_dense(
         reader,
         DEFAULTS,
-        layers=with_feed_forwards(layers, routed=routed),
+        layers=layers,
+        routed=routed,
         attention={
             "qkv_bias": has_bias,
             "output_bias": has_bias,
@@ -140,10 +137,8 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
         ("feed_forward.router", "feed_forward.router", False),
         *shared_linears(moe, "feed_forward.shared_expert"),
     ]
-    return rules_of(
+    return decoder_rules(
         architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture, "feed_forward"),
         *in_layers(linears, layers=routed),
         *stacked_rules(
             architecture,
@@ -151,7 +146,7 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
             gate=slice(0, width),
             up=slice(width, 2 * width),
         ),
-        *in_layers(NORMS),
+        block="feed_forward",
     )
 
 

@@ -8,27 +8,22 @@ has no window, and raises the temperature of queries past the original one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
-    dense_rules,
+    decoder_rules,
     grouped_attention_of,
-    in_layers,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
 from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
-from herder.families.routed import expert_rules, read_experts, write_experts
-from herder.families.weights import WeightRules
+from herder.families.routed import read_experts, routed_rules, write_experts
 
 MISTRAL_DEFAULTS = ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
 MINISTRAL3_DEFAULTS = ClassDefaults(
@@ -117,8 +112,7 @@ def mixtral_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig
         scoring="softmax",
         normalize_weights=True,
     )
-    routed = with_feed_forwards(layers, routed=range(len(layers)))
-    return read_dense(reader, MIXTRAL_DEFAULTS, layers=routed, moe=moe)
+    return read_dense(reader, MIXTRAL_DEFAULTS, layers=layers, moe=moe)
 
 
 def mixtral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
@@ -130,12 +124,6 @@ def mixtral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def mixtral_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names."""
-    experts = expert_rules(architecture, block="block_sparse_moe", projections=("w1", "w3", "w2"))
-    return rules_of(architecture, *attention_rules(architecture), *experts, *in_layers(NORMS))
-
-
 _TINY = {**TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
 
 FAMILIES = (
@@ -144,7 +132,7 @@ FAMILIES = (
         architectures=("MistralForCausalLM",),
         from_hf=mistral_from_hf,
         to_hf=mistral_to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={**_TINY, "sliding_window": 8},
     ),
     Family(
@@ -152,7 +140,7 @@ FAMILIES = (
         architectures=("MinistralForCausalLM",),
         from_hf=mistral_from_hf,
         to_hf=ministral_to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={
             **_TINY,
             "sliding_window": 8,
@@ -164,7 +152,7 @@ FAMILIES = (
         architectures=("Ministral3ForCausalLM",),
         from_hf=ministral3_from_hf,
         to_hf=ministral3_to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={
             **{key: value for key, value in _TINY.items() if key != "rope_theta"},
             "rope_parameters": {
@@ -186,7 +174,9 @@ FAMILIES = (
         architectures=("MixtralForCausalLM",),
         from_hf=mixtral_from_hf,
         to_hf=mixtral_to_hf,
-        weight_rules=mixtral_rules,
+        weight_rules=partial(
+            routed_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")
+        ),
         tiny={**_TINY, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
 )

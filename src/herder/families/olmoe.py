@@ -7,22 +7,15 @@ from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
     grouped_attention_of,
-    in_layers,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
-from herder.families.layer_types import equal_layers
 from herder.families.reading import ConfigReader
-from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
-from herder.families.weights import WeightRules
+from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 DEFAULTS = ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
 """Source: transformers 5.24, OlmoeConfig."""
@@ -36,7 +29,6 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     reader.neutral("head_dim", None, hidden_size // num_heads)
     reader.neutral("sliding_window", None)
     has_bias = reader.boolean("attention_bias", False)
-    layers = equal_layers(reader, None)
     moe = read_experts(
         reader,
         width_key="intermediate_size",
@@ -47,7 +39,6 @@ def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     return read_dense(
         reader,
         DEFAULTS,
-        layers=with_feed_forwards(layers, routed=range(len(layers))),
         attention={
             "qkv_bias": has_bias,
             "output_bias": has_bias,
@@ -70,23 +61,13 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names."""
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *expert_rules(architecture),
-        *in_layers(NORMS),
-    )
-
-
 FAMILIES = (
     Family(
         name="olmoe",
         architectures=("OlmoeForCausalLM",),
         from_hf=from_hf,
         to_hf=to_hf,
-        weight_rules=weight_rules,
+        weight_rules=routed_rules,
         tiny={
             **TINY,
             "hidden_size": 48,

@@ -8,14 +8,12 @@ from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
+    decoder_rules,
     grouped_attention_of,
-    in_layers,
     mlp_of,
     read_dense,
-    rules_of,
     write_dense,
 )
 from herder.families.family import Family
@@ -61,7 +59,7 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: the outputs of fused matrices follow each other."""
     attention, width = grouped_attention_of(architecture), mlp_of(architecture).intermediate_size
     heads = (attention.num_attention_heads, *[attention.num_key_value_heads] * 2)
-    return rules_of(
+    return decoder_rules(
         architecture,
         *_fused(
             "self_attn.qkv_proj",
@@ -71,13 +69,6 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
             },
         ),
         *_fused("mlp.gate_up_proj", {"feed_forward.gate": width, "feed_forward.up": width}),
-        *in_layers(
-            [
-                ("self_attn.o_proj", "attention.output", False),
-                ("mlp.down_proj", "feed_forward.down", False),
-                *NORMS,
-            ]
-        ),
     )
 
 

@@ -9,29 +9,23 @@ dense, on even layers below it in Qwen2-MoE, on all layers in Qwen3-MoE.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, LayerSpec
 from herder.families.dense import (
-    NORMS,
     TINY,
     ClassDefaults,
-    attention_rules,
-    dense_rules,
+    decoder_rules,
     grouped_attention_of,
-    in_layers,
     layers_with,
-    mlp_rules,
     read_dense,
-    rules_of,
-    with_feed_forwards,
     write_dense,
 )
 from herder.families.family import Family
 from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
-from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
-from herder.families.weights import WeightRules
+from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 DEFAULTS = ClassDefaults(max_position_embeddings=32_768)
 QWEN3_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, head_dim=128)
@@ -69,7 +63,8 @@ def qwen2_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConf
     return read_dense(
         reader,
         QWEN2_MOE_DEFAULTS,
-        layers=_read_routed(reader, layers),
+        layers=layers,
+        routed=_read_routed(reader),
         attention={"qkv_bias": reader.boolean("qkv_bias", True)},
         moe=moe,
     )
@@ -83,7 +78,8 @@ def qwen3_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConf
     return read_dense(
         reader,
         QWEN3_MOE_DEFAULTS,
-        layers=_read_routed(reader, layers),
+        layers=layers,
+        routed=_read_routed(reader),
         attention=_read_qwen3_attention(reader),
         moe=_read_moe(reader),
     )
@@ -115,12 +111,11 @@ def _read_layers(
     return read_layers(reader, default, window=_read_window(reader))
 
 
-def _read_routed(reader: ConfigReader, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+def _read_routed(reader: ConfigReader) -> set[int]:
     """Each decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.optional_integers("mlp_only_layers") or []
-    routed = {index for index in range(step - 1, len(layers), step) if index not in dense}
-    return with_feed_forwards(layers, routed=routed)
+    return {*range(step - 1, reader.integer("num_hidden_layers"), step)} - {*dense}
 
 
 def _read_moe(reader: ConfigReader, **shared: Any) -> dict[str, Any]:
@@ -175,17 +170,7 @@ def _moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def moe_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names of both kinds of layers."""
-    return rules_of(
-        architecture,
-        *attention_rules(architecture),
-        *mlp_rules(architecture),
-        *expert_rules(architecture, shared="shared_expert"),
-        *in_layers(NORMS),
-    )
-
-
+_moe_rules = partial(routed_rules, shared="shared_expert")
 _TINY_MOE = {
     **TINY,
     "num_hidden_layers": 3,
@@ -201,7 +186,7 @@ FAMILIES = (
         architectures=("Qwen2ForCausalLM",),
         from_hf=qwen2_from_hf,
         to_hf=qwen2_to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={
             **TINY,
             "hidden_size": 56,
@@ -218,7 +203,7 @@ FAMILIES = (
         architectures=("Qwen3ForCausalLM",),
         from_hf=qwen3_from_hf,
         to_hf=qwen3_to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={**TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
     ),
     Family(
@@ -226,7 +211,7 @@ FAMILIES = (
         architectures=("Qwen2MoeForCausalLM",),
         from_hf=qwen2_moe_from_hf,
         to_hf=qwen2_moe_to_hf,
-        weight_rules=moe_rules,
+        weight_rules=_moe_rules,
         tiny={
             **_TINY_MOE,
             "hidden_size": 40,
@@ -242,7 +227,7 @@ FAMILIES = (
         architectures=("Qwen3MoeForCausalLM",),
         from_hf=qwen3_moe_from_hf,
         to_hf=qwen3_moe_to_hf,
-        weight_rules=moe_rules,
+        weight_rules=_moe_rules,
         tiny={
             **_TINY_MOE,
             "hidden_size": 48,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, MoeConfig
-from herder.families.dense import gated, in_layers, layers_with, read_activation
+from herder.families.dense import decoder_rules, gated, in_layers, layers_with, read_activation
 from herder.families.reading import ConfigReader
-from herder.families.weights import WeightRule
+from herder.families.weights import WeightRule, WeightRules
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
 """Two names of one number: transformers reads either, and renames it in some families on saving."""
@@ -88,6 +88,11 @@ def write_experts(
         _UPDATE_RATE: moe.correction_bias_update_rate,
     }
     return keys | {key: value for key, value in training.items() if value}
+
+
+def routed_rules(architecture: ArchitectureConfig, **names: Any) -> WeightRules:
+    """Weight names of a decoder with experts; names: arguments of `expert_rules`."""
+    return decoder_rules(architecture, *expert_rules(architecture, **names))
 
 
 def expert_rules(

@@ -9,7 +9,7 @@ from herder.config.architecture import ArchitectureConfig
 from herder.families.dense import (
     TINY,
     ClassDefaults,
-    dense_rules,
+    decoder_rules,
     grouped_attention_of,
     mlp_of,
     read_dense,
@@ -75,7 +75,7 @@ FAMILIES = (
         architectures=("SmolLM3ForCausalLM",),
         from_hf=from_hf,
         to_hf=to_hf,
-        weight_rules=dense_rules,
+        weight_rules=decoder_rules,
         tiny={
             **TINY,
             "hidden_size": 48,

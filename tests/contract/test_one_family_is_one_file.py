@@ -32,14 +32,12 @@ from herder.families.dense import (
     TINY, ClassDefaults, grouped_attention_of, layers_with, read_dense, write_dense,
 )
 from herder.families.family import Family
-from herder.families.reading import ConfigReader
 from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 DEFAULTS = ClassDefaults(max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8)
 
 
-def from_hf(config, where):
-    reader = ConfigReader(config, where=where)
+def read(reader):
     reader.ignore("num_nextn_predict_layers")
     num_layers = reader.integer("num_hidden_layers")
     first = reader.integer("first_k_dense_replace", 1, minimum=0)
@@ -85,7 +83,7 @@ FAMILIES = (
     Family(
         name="glm4_moe",
         architectures=("Glm4MoeForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=routed_rules,
         tiny={

@@ -41,9 +41,8 @@ _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _HOW_IT_WAS_TRAINED = ("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp")
 
 
-def v2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_v2(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a DeepseekV2ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("norm_topk_prob")
     reader.neutral("scoring_func", "softmax")
     reader.neutral("mlp_bias", False)
@@ -56,9 +55,8 @@ def v2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     return _read(reader, V2_DEFAULTS, moe, num_dense=0, interleaved=True)
 
 
-def v3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_v3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a DeepseekV3ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("num_nextn_predict_layers", "num_mtp_layers")
     reader.neutral("scoring_func", "sigmoid")
     reader.neutral("topk_method", "noaux_tc")
@@ -240,7 +238,7 @@ FAMILIES = (
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
-        from_hf=v2_from_hf,
+        read=read_v2,
         to_hf=v2_to_hf,
         weight_rules=weight_rules,
         tiny={**_TINY, "q_lora_rank": None, "topk_method": "greedy"},
@@ -248,7 +246,7 @@ FAMILIES = (
     Family(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
-        from_hf=v3_from_hf,
+        read=read_v3,
         to_hf=v3_to_hf,
         weight_rules=weight_rules,
         tiny={

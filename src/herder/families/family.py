@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
+from herder.families.reading import ConfigReader
 from herder.families.weights import WeightRules
 
 
@@ -24,13 +25,17 @@ class Family:
     """The model_type of its config.json."""
     architectures: tuple[str, ...]
     """Class names under `architectures` that mean this decoder with a language-model head."""
-    from_hf: Callable[[Mapping[str, Any], str], ArchitectureConfig]
-    """(config_json, where) -> architecture. Raises ConfigError with all problems together."""
+    read: Callable[[ConfigReader], ArchitectureConfig]
+    """The architecture of a config.json. Calls `finish` of its reader."""
     to_hf: Callable[[ArchitectureConfig], dict[str, Any]]
     """Keys of a config.json; what the family cannot express is left out, the registry notices."""
     weight_rules: Callable[[ArchitectureConfig], WeightRules]
     tiny: Mapping[str, Any]
     """Keys of a model small enough to build in a test, its sizes all unequal."""
+
+    def from_hf(self, config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+        """The architecture of a config.json. Raises ConfigError with all problems together."""
+        return self.read(ConfigReader(config, where=where))
 
     def config_json(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """A config.json of this family with these keys."""

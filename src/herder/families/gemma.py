@@ -29,7 +29,7 @@ from herder.families.layer_types import (
     window_of,
 )
 from herder.families.reading import ConfigReader
-from herder.families.rope import read_table, write_rope
+from herder.families.rope import read_rope, write_rope
 
 GEMMA2_DEFAULTS = ClassDefaults(
     max_position_embeddings=8192, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
@@ -51,9 +51,8 @@ _ATTENTION_CAP, _FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 _LOCAL_THETA, _SCALAR = "rope_local_base_freq", "query_pre_attn_scalar"
 
 
-def gemma2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_gemma2(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Gemma2ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("sliding_window_size")
     cap = reader.optional_number(_ATTENTION_CAP, ATTENTION_CAP)
     final = reader.optional_number(_FINAL_CAP, FINAL_CAP)
@@ -62,9 +61,8 @@ def gemma2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
     )
 
 
-def gemma3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_gemma3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Gemma3ForCausalLM; its attention has no cap, whatever the config."""
-    reader = ConfigReader(config, where=where)
     reader.neutral(_ATTENTION_CAP, None)
     pattern = reader.integer("sliding_window_pattern", PATTERN)
     reader.ignore("_sliding_window_pattern")
@@ -121,24 +119,26 @@ def _read(
     )
 
 
-def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
+def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, ...]:
     """The tables of full and sliding layers: a section each, or keys of their own."""
     nested = reader.optional_section("rope_parameters")
-    own = {kind: nested and nested.optional_section(kind) for kind in (FULL, SLIDING)}
+    full, sliding = (nested and nested.optional_section(kind) for kind in (FULL, SLIDING))
     scaling = reader.optional_section("rope_scaling")
-    sizes: dict[str, Any] = {
-        "head_dim": read_head_dim(reader, GEMMA3_DEFAULTS),
-        "longest": reader.integer(
-            "max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings
-        ),
-    }
-    theta = reader.number("rope_theta", GEMMA3_DEFAULTS.rope_theta)
-    local = reader.number(_LOCAL_THETA, LOCAL_THETA)
-    full = [section for section in (own[FULL], scaling) if section is not None]
-    sliding = [section for section in (own[SLIDING],) if section is not None]
-    return (
-        read_table(reader, full, theta=theta, **sizes),
-        read_table(reader, sliding, theta=local, **sizes),
+    head_dim = read_head_dim(reader, GEMMA3_DEFAULTS)
+    longest = reader.integer("max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings)
+    tables = (
+        (reader.number("rope_theta", GEMMA3_DEFAULTS.rope_theta), (full, scaling)),
+        (reader.number(_LOCAL_THETA, LOCAL_THETA), (sliding,)),
+    )
+    return tuple(
+        read_rope(
+            reader,
+            head_dim=head_dim,
+            max_position_embeddings=longest,
+            theta=theta,
+            sections=[section for section in sections if section is not None],
+        )
+        for theta, sections in tables
     )
 
 
@@ -187,7 +187,7 @@ FAMILIES = (
     Family(
         name="gemma2",
         architectures=("Gemma2ForCausalLM",),
-        from_hf=gemma2_from_hf,
+        read=read_gemma2,
         to_hf=gemma2_to_hf,
         weight_rules=decoder_rules,
         tiny={**_TINY, "num_hidden_layers": 2, _ATTENTION_CAP: 2.0, _FINAL_CAP: 3.0},
@@ -195,7 +195,7 @@ FAMILIES = (
     Family(
         name="gemma3_text",
         architectures=("Gemma3ForCausalLM",),
-        from_hf=gemma3_from_hf,
+        read=read_gemma3,
         to_hf=gemma3_to_hf,
         weight_rules=decoder_rules,
         tiny={

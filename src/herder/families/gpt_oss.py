@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, YarnScaling
@@ -41,9 +40,8 @@ SCALING = YarnScaling(
 """Without rope keys. Source: as above."""
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a GptOssForCausalLM."""
-    reader = ConfigReader(config, where=where)
     # Its experts' nonlinearity is its own; the two others repeat what other keys say.
     reader.neutral("hidden_act", "silu")
     reader.ignore("experts_per_token", "initial_context_length")
@@ -104,7 +102,7 @@ FAMILIES = (
     Family(
         name="gpt_oss",
         architectures=("GptOssForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={

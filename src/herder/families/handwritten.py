@@ -7,7 +7,6 @@ load is written under a published model_type instead. Which layers are dense is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,11 +29,10 @@ _SHARED, _SHARED_GATE = "shared_expert_intermediate_size", "shared_expert_gate"
 _SCALING = "routed_scaling_factor"
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a hand-written config; keys left out are plain Mixtral."""
-    reader = ConfigReader(config, where=where)
     num_layers = reader.integer("num_hidden_layers")
-    dense = _read_dense_layers(reader, config.get(_DENSE), num_layers)
+    dense = _read_dense_layers(reader, num_layers)
     moe = read_experts(
         reader,
         aux_loss=0.0,
@@ -72,9 +70,9 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def _read_dense_layers(reader: ConfigReader, value: Any, num_layers: int) -> set[int]:
+def _read_dense_layers(reader: ConfigReader, num_layers: int) -> set[int]:
     """The layers without experts: null, "first N", "last N" or a list of layers from 0 on."""
-    reader.ignore(_DENSE)
+    value = reader.value(_DENSE)
     if value is None:
         return set()
     told = f"{_DENSE}={value!r}"
@@ -95,7 +93,7 @@ def _read_dense_layers(reader: ConfigReader, value: Any, num_layers: int) -> set
 HANDWRITTEN = Family(
     name="herder",
     architectures=("HerderForCausalLM",),
-    from_hf=from_hf,
+    read=read,
     to_hf=to_hf,
     weight_rules=partial(routed_rules, shared="shared_expert"),
     tiny={

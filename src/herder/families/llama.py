@@ -5,7 +5,6 @@ Biases, where there are any, are on q, k, v and o alike; so are those of the fee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
@@ -25,9 +24,8 @@ DEFAULTS = ClassDefaults(max_position_embeddings=2048)
 """Source: transformers 5.24, LlamaConfig."""
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a LlamaForCausalLM."""
-    reader = ConfigReader(config, where=where)
     # pretraining_tp split a matmul and never changed its result; the other two are SmolLM2's.
     reader.ignore("pretraining_tp", "is_llama_config")
     reader.neutral("rope_interleaved", False)
@@ -59,7 +57,7 @@ FAMILIES = (
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=decoder_rules,
         tiny={**TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},

@@ -6,7 +6,6 @@ models with a vision encoder (Llama4ForConditionalGeneration) are another class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
@@ -50,9 +49,8 @@ DEFAULTS = ClassDefaults(
 """Source: transformers 5.24, Llama4TextConfig."""
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Llama4ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("router_jitter_noise", "router_aux_loss_coef", "for_llm_compressor")
     rotating = read_rotating(reader, empty_is_absent=True)
     chunk = reader.optional_integer("attention_chunk_size", 8192)
@@ -154,7 +152,7 @@ FAMILIES = (
     Family(
         name="llama4_text",
         architectures=("Llama4ForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={

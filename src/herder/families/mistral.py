@@ -7,7 +7,6 @@ has no window, and raises the temperature of queries past the original one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -38,9 +37,8 @@ WINDOW = 4096
 _BETA = "llama_4_scaling_beta"
 
 
-def mistral_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_mistral(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a MistralForCausalLM or MinistralForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.neutral("attention_bias", False)
     window = reader.optional_integer("sliding_window", WINDOW)
     default = [True] * reader.integer("num_hidden_layers")
@@ -62,9 +60,8 @@ def ministral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {**write_dense(architecture), "sliding_window": window, "layer_types": types}
 
 
-def ministral3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_ministral3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Ministral3ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     layers = equal_layers(reader, reader.optional_integer("sliding_window"))
     section = reader.optional_section("rope_parameters") or reader.optional_section("rope_scaling")
     if section is None:
@@ -99,9 +96,8 @@ def ministral3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def mixtral_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_mixtral(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a MixtralForCausalLM."""
-    reader = ConfigReader(config, where=where)
     # Noise on the inputs of the router in transformers' training.
     reader.ignore("router_jitter_noise")
     layers = equal_layers(reader, reader.optional_integer("sliding_window"))
@@ -130,7 +126,7 @@ FAMILIES = (
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
-        from_hf=mistral_from_hf,
+        read=read_mistral,
         to_hf=mistral_to_hf,
         weight_rules=decoder_rules,
         tiny={**_TINY, "sliding_window": 8},
@@ -138,7 +134,7 @@ FAMILIES = (
     Family(
         name="ministral",
         architectures=("MinistralForCausalLM",),
-        from_hf=mistral_from_hf,
+        read=read_mistral,
         to_hf=ministral_to_hf,
         weight_rules=decoder_rules,
         tiny={
@@ -150,7 +146,7 @@ FAMILIES = (
     Family(
         name="ministral3",
         architectures=("Ministral3ForCausalLM",),
-        from_hf=ministral3_from_hf,
+        read=read_ministral3,
         to_hf=ministral3_to_hf,
         weight_rules=decoder_rules,
         tiny={
@@ -172,7 +168,7 @@ FAMILIES = (
     Family(
         name="mixtral",
         architectures=("MixtralForCausalLM",),
-        from_hf=mixtral_from_hf,
+        read=read_mixtral,
         to_hf=mixtral_to_hf,
         weight_rules=partial(
             routed_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")

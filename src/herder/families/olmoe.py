@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
@@ -21,9 +20,8 @@ DEFAULTS = ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
 """Source: transformers 5.24, OlmoeConfig."""
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of an OlmoeForCausalLM."""
-    reader = ConfigReader(config, where=where)
     hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     # Its norms are as wide as the heads would be without a head_dim.
     reader.neutral("head_dim", None, hidden_size // num_heads)
@@ -65,7 +63,7 @@ FAMILIES = (
     Family(
         name="olmoe",
         architectures=("OlmoeForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=routed_rules,
         tiny={

@@ -28,9 +28,8 @@ ORIGINAL_WINDOW = 4096
 _SHARE, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Phi3ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         reader.neutral(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):
@@ -89,7 +88,7 @@ FAMILIES = (
     Family(
         name="phi3",
         architectures=("Phi3ForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={

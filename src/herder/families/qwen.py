@@ -8,7 +8,7 @@ dense, on even layers below it in Qwen2-MoE, on all layers in Qwen3-MoE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,22 +38,19 @@ FIRST_WINDOW_LAYER = 28
 _SHARED_WIDTH = "shared_expert_intermediate_size"
 
 
-def qwen2_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_qwen2(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen2ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     return read_dense(reader, DEFAULTS, layers=_read_layers(reader), attention={"qkv_bias": True})
 
 
-def qwen3_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_qwen3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     attention = _read_qwen3_attention(reader)
     return read_dense(reader, QWEN3_DEFAULTS, layers=_read_layers(reader), attention=attention)
 
 
-def qwen2_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen2MoeForCausalLM."""
-    reader = ConfigReader(config, where=where)
     layers = _read_layers(reader, lambda index, limit: index % 2 == 0 and index < limit)
     moe = _read_moe(
         reader,
@@ -70,9 +67,8 @@ def qwen2_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConf
     )
 
 
-def qwen3_moe_from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read_qwen3_moe(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3MoeForCausalLM; absent heads are hidden_size / heads wide."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("max_window_layers")
     layers = equal_layers(reader, _read_window(reader))
     return read_dense(
@@ -184,7 +180,7 @@ FAMILIES = (
     Family(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
-        from_hf=qwen2_from_hf,
+        read=read_qwen2,
         to_hf=qwen2_to_hf,
         weight_rules=decoder_rules,
         tiny={
@@ -201,7 +197,7 @@ FAMILIES = (
     Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
-        from_hf=qwen3_from_hf,
+        read=read_qwen3,
         to_hf=qwen3_to_hf,
         weight_rules=decoder_rules,
         tiny={**TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
@@ -209,7 +205,7 @@ FAMILIES = (
     Family(
         name="qwen2_moe",
         architectures=("Qwen2MoeForCausalLM",),
-        from_hf=qwen2_moe_from_hf,
+        read=read_qwen2_moe,
         to_hf=qwen2_moe_to_hf,
         weight_rules=_moe_rules,
         tiny={
@@ -225,7 +221,7 @@ FAMILIES = (
     Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
-        from_hf=qwen3_moe_from_hf,
+        read=read_qwen3_moe,
         to_hf=qwen3_moe_to_hf,
         weight_rules=_moe_rules,
         tiny={

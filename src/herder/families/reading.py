@@ -82,9 +82,14 @@ class ConfigReader:
         self._sections: dict[str, ConfigReader] = {}
         self.problems: list[str] = [] if problems is None else problems
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """Whatever stands under a key."""
+        self._known.add(key)
+        return self._config.get(key, default)
+
     def integer(self, key: str, default: int = REQUIRED, *, minimum: int = 1) -> int:
         """An int of at least `minimum`; null is refused."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         if type(value) is int and value >= minimum:
             return value
         self._wrong(key, value, f"a whole number of at least {minimum}")
@@ -94,12 +99,12 @@ class ConfigReader:
         self, key: str, default: int | None = None, *, minimum: int = 1
     ) -> int | None:
         """An int of at least `minimum`, or null; `default` is what an absent key means."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         return None if value is None else self.integer(key, value, minimum=minimum)
 
     def optional_integers(self, key: str) -> list[int] | None:
         """A list of ints of at least 0, or null or absent: None."""
-        value = self._take(key, None)
+        value = self.value(key)
         if value is None or (isinstance(value, list) and all(_is_count(each) for each in value)):
             return value
         self._wrong(key, value, "a list of whole numbers of at least 0")
@@ -107,7 +112,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float = REQUIRED, *, may_be_zero: bool = False) -> float:
         """An int or float above 0, or 0 where that has a meaning; null is refused."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         if type(value) in (int, float) and (value > 0 or (may_be_zero and value == 0)):
             return float(value)
         self._wrong(key, value, "a number of at least 0" if may_be_zero else "a number above 0")
@@ -115,12 +120,12 @@ class ConfigReader:
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """An int or float above 0, or null; `default` is what an absent key means."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         return None if value is None else self.number(key, value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of numbers above 0."""
-        value = self._take(key, REQUIRED)
+        value = self.value(key, REQUIRED)
         if isinstance(value, list) and all(type(v) in (int, float) and v > 0 for v in value):
             return tuple(float(v) for v in value)
         self._wrong(key, value, "a list of numbers above 0")
@@ -128,7 +133,7 @@ class ConfigReader:
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false; null is refused."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         if not isinstance(value, bool):
             self._wrong(key, value, "true or false")
             return False
@@ -136,12 +141,12 @@ class ConfigReader:
 
     def truth(self, key: str, default: bool) -> bool:
         """True or false, or a number that stands for one of them (Llama 4 Scout's is a 4)."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         return value != 0 if _is_count(value) else self.boolean(key, default)
 
     def choice(self, key: str, known: Mapping[str, Any], default: str = REQUIRED) -> Any:
         """What `known` says for the text under a key."""
-        value = self._take(key, default)
+        value = self.value(key, default)
         if isinstance(value, str) and value in known:
             return known[value]
         hint = close_match(value, known) if isinstance(value, str) else ""
@@ -150,7 +155,7 @@ class ConfigReader:
 
     def optional_text(self, key: str) -> str | None:
         """A string, or null or absent: None."""
-        value = self._take(key, None)
+        value = self.value(key)
         if value is None or isinstance(value, str):
             return value
         self._wrong(key, value, "a string")
@@ -158,7 +163,7 @@ class ConfigReader:
 
     def optional_texts(self, key: str) -> list[str] | None:
         """A list of strings, or null or absent: None."""
-        value = self._take(key, None)
+        value = self.value(key)
         if value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             return value
         self._wrong(key, value, "a list of strings")
@@ -171,7 +176,7 @@ class ConfigReader:
         """
         if key in self._sections:
             return self._sections[key]
-        value = self._take(key, None)
+        value = self.value(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
@@ -227,10 +232,6 @@ class ConfigReader:
                 )
         for section in self._sections.values():
             section._refuse_unread(frozenset())
-
-    def _take(self, key: str, default: Any) -> Any:
-        self._known.add(key)
-        return self._config.get(key, default)
 
     def _wrong(self, key: str, value: Any, wanted: str, hint: str = "") -> None:
         given = "is missing" if value is REQUIRED else f"is {_json(value)}"

@@ -26,12 +26,9 @@ __all__ = ["Family", "architecture_from_hf", "architecture_to_hf", "families", "
 @cache
 def families() -> dict[str, Family]:
     """All published families by name, found in this package's files."""
-    found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(herder.families.__path__):
-        listed = getattr(importlib.import_module(f"herder.families.{module.name}"), "FAMILIES", ())
-        for family in listed:
-            assert family.name not in found, f"two families are called {family.name}"
-            found[family.name] = family
+    listed = [family for family in _nearest_first("") if family is not HANDWRITTEN]
+    found = {family.name: family for family in listed}
+    assert len(found) == len(listed), f"two families are called alike: {[f.name for f in listed]}"
     return found
 
 

@@ -44,49 +44,29 @@ def read_rope(
     rotates_part: bool = False,
     interleaved: bool = False,
     absent: RopeScaling = _DEFAULT,
+    sections: Sequence[ConfigReader] | None = None,
 ) -> RopeConfig:
-    """The one rotary table of a decoder.
+    """One rotary table, from the sections that describe it, which must agree.
 
-    Reads `rope_theta`, `rope_scaling` (`type` or `rope_type`), and `rope_parameters`, whose theta
-    wins over the top-level one. Both mappings may stand side by side if they say the same: versions
-    of transformers differ in which they would take. theta, original (the window before scaling) and
-    absent (scaling) are what absent keys mean; rotates_part: partial_rotary_factor counts.
+    Without sections it is the one of a decoder: from `rope_theta`, `rope_scaling` (`type` or
+    `rope_type`), and `rope_parameters`, whose theta wins over the top-level one. Both mappings may
+    stand side by side: versions of transformers differ in which they would take. theta, original
+    (the window before scaling) and absent (scaling) are what absent keys mean; rotates_part:
+    partial_rotary_factor counts.
     """
-    keys = ("rope_parameters", "rope_scaling")
-    return read_table(
-        reader,
-        [section for key in keys if (section := reader.optional_section(key)) is not None],
-        head_dim=head_dim,
-        longest=max_position_embeddings,
-        theta=reader.number("rope_theta", theta),
-        original=reader.optional_integer("original_max_position_embeddings", original),
-        partial=reader.optional_number("partial_rotary_factor"),
-        rotates_part=rotates_part,
-        interleaved=interleaved,
-        absent=absent,
-    )
-
-
-def read_table(
-    reader: ConfigReader,
-    sections: Sequence[ConfigReader],
-    *,
-    head_dim: int,
-    longest: int,
-    theta: float,
-    original: int | None = None,
-    partial: float | None = None,
-    rotates_part: bool = False,
-    interleaved: bool = False,
-    absent: RopeScaling = _DEFAULT,
-) -> RopeConfig:
-    """A rotary table from the sections that describe it, which must agree."""
+    partial = None
+    if sections is None:
+        given = map(reader.optional_section, ("rope_parameters", "rope_scaling"))
+        sections = [section for section in given if section is not None]
+        theta = reader.number("rope_theta", theta)
+        original = reader.optional_integer("original_max_position_embeddings", original)
+        partial = reader.optional_number("partial_rotary_factor")
     found: list[tuple[float, float | None, RopeScaling]] = []
     for section in sections:
         # As Phi-3 writes it, the original window stands outside.
         own = section.optional_integer("original_max_position_embeddings")
         share = section.optional_number("partial_rotary_factor") or partial
-        scaling = _scaling(section, longest, original or own)
+        scaling = _scaling(section, max_position_embeddings, original or own)
         found.append((section.number("rope_theta", theta), share, scaling))
     if len(found) == 2 and found[0] != found[1] and not reader.problems:
         reader.problem(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
@@ -35,9 +34,8 @@ DEFAULTS = ClassDefaults(
 """Source: transformers 5.24, SmolLM3Config."""
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> ArchitectureConfig:
+def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a SmolLM3ForCausalLM."""
-    reader = ConfigReader(config, where=where)
     reader.ignore("pretraining_tp", "max_window_layers")
     is_on = reader.boolean("use_sliding_window", False)
     window = reader.optional_integer("sliding_window")
@@ -73,7 +71,7 @@ FAMILIES = (
     Family(
         name="smollm3",
         architectures=("SmolLM3ForCausalLM",),
-        from_hf=from_hf,
+        read=read,
         to_hf=to_hf,
         weight_rules=decoder_rules,
         tiny={

@@ -9,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
 from herder.errors import ModelError, close_match
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -25,17 +36,17 @@ _TEKKEN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_GPT2 = [{**_BYTES, "use_regex": True}]
-_DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    return [{**split, "invert": False}, _BYTES]
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, to_bytes])
 
 
-PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
+PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _GPT2,
     "default": _GPT2,
     "smollm": _DIGITS,
@@ -61,55 +72,42 @@ _TAKES_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Models that take a word that is a token as it is, before any merge; they also start with BOS."""
 
 
-def tokenizer_json(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """The contents of tokenizer.json. Raises ModelError for a tokenizer that cannot be read."""
-    model = metadata.get("tokenizer.ggml.model")
+def build_tokenizer(metadata: Mapping[str, Any], *, where: str) -> Tokenizer:
+    """The tokenizer, to be saved as tokenizer.json. Raises ModelError where it cannot be read."""
+    kind = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
         raise ModelError(f"{where}: this GGUF file holds no tokenizer (tokenizer.ggml.tokens).")
-    if model == "gpt2":
-        parts = _byte_level(metadata, where)
-    elif model == "llama":
-        parts = _sentencepiece(metadata, where)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{where}: tokenizer.ggml.model {model!r} is not supported. Supported: gpt2, llama."
+            f"{where}: tokenizer.ggml.model {kind!r} is not supported. Supported: gpt2, llama."
         )
-    return {
-        "version": "1.0",
-        "added_tokens": _added_tokens(metadata),
-        **parts,
-        "post_processor": _post_processor(metadata, parts["post_processor"]),
-    }
+    tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(metadata, where)
+    starts_with_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _TAKES_WHOLE_WORDS
+    _add_ends(tokenizer, metadata, starts_with_bos)
+    _add_tokens(tokenizer, metadata)
+    return tokenizer
 
 
-def _byte_level(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _byte_level(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
         raise ModelError(
             f"{where}: tokenizer.ggml.pre {pre!r} is not supported. "
             f"{close_match(str(pre), PRE_TOKENIZERS)}"
         )
-    steps = PRE_TOKENIZERS[pre]
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise ModelError(f"{where}: this GGUF file holds no merges (tokenizer.ggml.merges).")
-    model = {
-        "type": "BPE",
-        "ignore_merges": pre in _TAKES_WHOLE_WORDS,
-        "vocab": _vocabulary(metadata),
-        "merges": [merge.split(" ", 1) for merge in merges],
-    }
-    sequence = {"type": "Sequence", "pretokenizers": steps}
-    return {
-        "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
-        "pre_tokenizer": sequence if len(steps) > 1 else steps[0],
-        "decoder": {**_BYTES, "use_regex": True},
-        "post_processor": pre in _TAKES_WHOLE_WORDS,
-        "model": model,
-    }
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = _bpe(metadata, pairs, where, ignore_merges=pre in _TAKES_WHOLE_WORDS)
+    if pre in _NORMALIZED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentencepiece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _sentencepiece(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
@@ -117,31 +115,29 @@ def _sentencepiece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: tokenizer.ggml.scores does not fit {len(tokens)} tokens, so the order of "
             "merges is unknown."
         )
-    vocabulary = _vocabulary(metadata)
+    merges = _merges_by_score(_vocabulary(metadata), scores)
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = _bpe(metadata, merges, where, **options)
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
-    restore = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]},
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
-        "post_processor": True,
-        "model": {
-            "type": "BPE",
-            "unk_token": tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)],
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": vocabulary,
-            "merges": _merges_by_score(vocabulary, scores),
-        },
-    }
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    restore = decoders.Replace(_SPACE, " ")
+    tokenizer.decoder = decoders.Sequence(
+        [restore, decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
 
 
-def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[list[str]]:
+def _bpe(metadata: Mapping[str, Any], merges: Any, where: str, **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(_vocabulary(metadata), merges, **options))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{where}: the tokenizer cannot be read: {error}.") from None
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, best piece first, as SentencePiece would merge."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece, index in vocabulary.items():
@@ -150,59 +146,41 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list
             if left in vocabulary and right in vocabulary:
                 found.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
     found.sort()
-    return [[left, right] for _, _, _, left, right in found]
+    return [(left, right) for _, _, _, left, right in found]
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
 
 
-def _added_tokens(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    return [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind in (_CONTROL, _UNKNOWN),
-        }
-        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            is_special = kind != _USER_DEFINED
+            added[is_special].append(AddedToken(token, normalized=False, special=is_special))
+    tokenizer.add_special_tokens(added[True])
+    tokenizer.add_tokens(added[False])
 
 
-def _post_processor(metadata: Mapping[str, Any], starts_with_bos: bool) -> dict[str, Any] | None:
+def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], starts_with_bos: bool) -> None:
     """Adds BOS and EOS where the file, or else the kind of tokenizer, says so."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    special: dict[str, int] = {}
+    ends: dict[str, int] = {}
     for each, default in (("bos", starts_with_bos), ("eos", False)):
         index = metadata.get(f"tokenizer.ggml.{each}_token_id")
         if index is not None and metadata.get(f"tokenizer.ggml.add_{each}_token", default):
-            special[each] = index
-    if not special:
-        return None
-
-    def text(which: str, type_id: int) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = [{"Sequence": {"id": which, "type_id": type_id}}]
-        ends = {
-            each: [{"SpecialToken": {"id": tokens[index], "type_id": type_id}}]
-            for each, index in special.items()
-        }
-        return [*ends.get("bos", []), *parts, *ends.get("eos", [])]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": text("A", 0),
-        "pair": [*text("A", 0), *text("B", 1)],
-        "special_tokens": {
-            tokens[index]: {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
-            for index in special.values()
-        },
-    }
+            ends[each] = index
+    if ends:
+        bos, eos = ([tokens[ends[each]]] if each in ends else [] for each in ("bos", "eos"))
+        single = [*bos, "$A", *eos]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=[*single, *(f"{part}:1" for part in (*bos, "$B", *eos))],
+            special_tokens=[(tokens[index], index) for index in ends.values()],
+        )
 
 
 def tokenizer_config_json(metadata: Mapping[str, Any]) -> dict[str, Any]:

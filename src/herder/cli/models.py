@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from herder.checkpoint.gguf_file import read_gguf
-from herder.checkpoint.gguf_tokenizer import tokenizer_config_json, tokenizer_json
+from herder.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config_json
 from herder.checkpoint.source import ModelSource, resolve_model
 from herder.config.run import RunConfig
 from herder.data.cache import build_once, cache_folder
@@ -66,12 +66,8 @@ def _extracted(path: Path) -> Path:
 
     def write(folder: Path) -> None:
         metadata = read_gguf(path).metadata
-        files = {
-            "tokenizer.json": tokenizer_json(metadata, where=str(path)),
-            "tokenizer_config.json": tokenizer_config_json(metadata),
-        }
-        for name, content in files.items():
-            text = json.dumps(content, ensure_ascii=False)
-            (folder / name).write_text(text, encoding="utf-8")
+        build_tokenizer(metadata, where=str(path)).save(str(folder / "tokenizer.json"))
+        settings = json.dumps(tokenizer_config_json(metadata), ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
 
     return build_once(target, write)

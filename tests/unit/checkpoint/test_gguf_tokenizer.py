@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_tokenizer import (
     PRE_TOKENIZERS,
+    build_tokenizer,
     tokenizer_config_json,
-    tokenizer_json,
 )
 from herder.errors import ModelError
 
@@ -23,7 +23,7 @@ TEXTS = (
 
 
 def backend(metadata: dict[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(tokenizer_json(metadata, where="test")))
+    return build_tokenizer(metadata, where="test")
 
 
 def byte_level(small_tokenizer_json: str, **entries: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_special_tokens_and_the_chat_template_come_along(small_tokenizer_json: s
 )
 def test_a_tokenizer_that_cannot_be_read_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        tokenizer_json(metadata, where="x.gguf")
+        build_tokenizer(metadata, where="x.gguf")
 
 
 @pytest.mark.package_data

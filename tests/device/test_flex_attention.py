@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 
 from herder.config.architecture import LayerSpec
 from herder.model import flex
-from herder.model.attend import Attend, PackedAttend, ReferenceAttend
+from herder.model.attend import Attend, PackedAttend
 from herder.model.attention_spec import AttentionSpec
+from tests.reference_attend import ReferenceAttend
 
 pytestmark = [
     pytest.mark.device,

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from herder.data.packing import PackedRows
 from herder.families.registry import architecture_from_hf, families
-from herder.model.attend import PackedAttend, ReferenceAttend
+from herder.model.attend import PackedAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
+from tests.reference_attend import ReferenceAttend
 
 LENGTHS = (31, 3, 17, 2, 60, 12)
 """One longer than a row: it is cut, and each piece is a document to the model."""

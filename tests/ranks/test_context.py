@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from herder.config.run import ContextMethod
-from herder.model.attend import Attend, ReferenceAttend
+from herder.model.attend import Attend
 from herder.model.attention_spec import AttentionSpec
 from herder.parallel.context import SplitContext
 from herder.parallel.ranks import run_on_ranks
+from tests.reference_attend import ReferenceAttend
 
 LENGTHS = (5, 23, 1, 27, 8)
 """Of documents, 64 tokens: shorter and longer than a chunk of 8, across one and across several."""

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from herder.config.architecture import LayerSpec
 from herder.model import flex
-from herder.model.attention_spec import AttentionSpec, MaskKind, shares
+from herder.model.attention_spec import AttentionSpec, MaskKind
 from herder.model.linear import product
 from herder.model.packed_attention import packed_attention
 from herder.model.routing import Routing
@@ -79,50 +79,10 @@ class Attend:
         return self(q_TNH, torch.cat((k_nope_TNP, k_rope_TNR), -1), v_TNV, spec)
 
 
-class _DocumentAttend(Attend):
-    """Documents packed one after the other, positions counted from each one's start."""
+class PackedAttend(Attend):
+    """Documents packed one after the other, positions counted from each one's start.
 
-    def __init__(self, document_lengths: Sequence[int], *, device: str = "cpu") -> None:
-        self.document_lengths = tuple(document_lengths)
-        self.longest = max(self.document_lengths)
-        self.device = device
-        self.bounds = torch.tensor([0, *accumulate(self.document_lengths)])
-
-    def context_T(self) -> Tensor:
-        lengths = torch.tensor(self.document_lengths)
-        return lengths.repeat_interleave(lengths).to(self.device)
-
-
-class ReferenceAttend(_DocumentAttend):
-    """Plain attention with a T x T mask: the oracle that other implementations are held against."""
-
-    def __call__(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        spec: AttentionSpec,
-        sinks_N: Tensor | None = None,
-    ) -> Tensor:
-        num_groups = q_TNH.shape[1] // k_TKH.shape[1]
-        k_TNH = k_TKH.repeat_interleave(num_groups, dim=1)
-        v_TNH = v_TKH.repeat_interleave(num_groups, dim=1)
-        logits_NTT = spec.logits(torch.einsum("qnh,knh->nqk", q_TNH, k_TNH))
-        logits_NTT = logits_NTT.masked_fill(~self._mask_TT(spec, q_TNH.device), -torch.inf)
-        sinks_N11 = None if sinks_N is None else sinks_N[:, None, None]
-        shares_NTT = shares(logits_NTT, sinks_N11).to(v_TNH.dtype)
-        return torch.einsum("nqk,knh->qnh", shares_NTT, v_TNH)
-
-    def _mask_TT(self, spec: AttentionSpec, device: torch.device) -> Tensor:
-        lengths = torch.tensor(self.document_lengths)
-        document_T = torch.arange(len(lengths)).repeat_interleave(lengths)
-        position_T = torch.cat([torch.arange(length) for length in self.document_lengths])
-        same = document_T[:, None] == document_T
-        return (same & spec.allows(position_T[:, None], position_T)).to(device)
-
-
-class PackedAttend(_DocumentAttend):
-    """Fused attention, without a T x T mask: on a GPU one kernel call a layer, elsewhere one a run
+    Fused attention, without a T x T mask: on a GPU one kernel call a layer, elsewhere one a run
     of documents of equal length.
 
     layers: of the model, where known: what their kinds need is then made here and once, and not in
@@ -137,7 +97,10 @@ class PackedAttend(_DocumentAttend):
         routing: Routing | None = None,
         layers: Sequence[LayerSpec] = (),
     ) -> None:
-        super().__init__(document_lengths, device=device)
+        self.document_lengths = tuple(document_lengths)
+        self.longest = max(self.document_lengths)
+        self.device = device
+        self.bounds = torch.tensor([0, *accumulate(self.document_lengths)])
         self.routing = routing
         # One graph for any number of documents, once compiled.
         torch._dynamo.maybe_mark_dynamic(self.bounds, 0)
@@ -146,6 +109,10 @@ class PackedAttend(_DocumentAttend):
         if self._uses_flex:
             for kind, window in {(layer.attention, layer.window or 0) for layer in layers}:
                 self._masks[kind, window] = self._made_mask(kind, window)
+
+    def context_T(self) -> Tensor:
+        lengths = torch.tensor(self.document_lengths)
+        return lengths.repeat_interleave(lengths).to(self.device)
 
     def __call__(
         self,

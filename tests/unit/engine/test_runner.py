@@ -13,9 +13,9 @@ from herder.engine.request import (
 )
 from herder.engine.runner import Runner
 from herder.errors import RequestError
-from herder.model.attend import ReferenceAttend
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
+from tests.reference_attend import ReferenceAttend
 
 PROMPT = [5, 17, 3, 42, 8]
 Answers = Callable[..., object]

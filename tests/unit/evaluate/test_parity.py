@@ -14,9 +14,10 @@ from herder.errors import ModelError
 from herder.evaluate.golden import Golden, Row
 from herder.evaluate.parity import ParityReport, _forward, compare, report_json, report_text
 from herder.families.registry import families
-from herder.model.attend import PackedAttend, ReferenceAttend
+from herder.model.attend import PackedAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
+from tests.reference_attend import ReferenceAttend
 
 
 def build(family: str) -> Decoder:

@@ -17,9 +17,9 @@ from herder.evaluate.perplexity import (
     evaluate_perplexity,
 )
 from herder.families.registry import architecture_from_hf, families
-from herder.model.attend import ReferenceAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
+from tests.reference_attend import ReferenceAttend
 
 TEXTS = ["The quick brown fox", "今天天气", "How is the weather today? " * 4, "a"]
 

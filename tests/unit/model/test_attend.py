@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from herder.model import blockwise_attention
-from herder.model.attend import PackedAttend, ReferenceAttend
+from herder.model.attend import PackedAttend
 from herder.model.attention_spec import AttentionSpec
 from herder.model.blockwise_attention import attend_blocks, attend_blocks_backward
+from tests.reference_attend import ReferenceAttend
 
 SPECS = [
     AttentionSpec("full", 0, 0.3),

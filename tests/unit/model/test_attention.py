@@ -28,10 +28,11 @@ from herder.config.architecture import (
     RopeConfig,
     YarnScaling,
 )
-from herder.model.attend import Attend, PackedAttend, ReferenceAttend
+from herder.model.attend import Attend, PackedAttend
 from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.cache import KvCache
 from herder.model.decoder import Decoder
+from tests.reference_attend import ReferenceAttend
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 NUM_TOKENS = 29

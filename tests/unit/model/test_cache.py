@@ -5,8 +5,8 @@ import torch
 
 from herder.config.architecture import DynamicScaling, RopeConfig
 from herder.errors import RequestError
-from herder.model.attend import ReferenceAttend
 from herder.model.cache import KvCache
+from tests.reference_attend import ReferenceAttend
 
 
 def cached_logits(decoder, tokens_T, cuts, num_tokens=64):

@@ -9,8 +9,9 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 from herder.model import flex
-from herder.model.attend import PackedAttend, ReferenceAttend
+from herder.model.attend import PackedAttend
 from herder.model.attention_spec import AttentionSpec
+from tests.reference_attend import ReferenceAttend
 
 SPECS = [
     AttentionSpec("full", 0, 0.3),
@@ -53,7 +54,7 @@ def test_the_first_key_and_all_up_to_the_query_are_what_the_rule_allows(lengths,
     first_T = flex.first_keys(lengths, spec.kind, spec.window, device="cpu")
     token_T = torch.arange(sum(lengths))
     seen_TT = (token_T >= first_T[:, None]) & (token_T <= token_T[:, None])
-    assert torch.equal(seen_TT, ReferenceAttend(lengths)._mask_TT(spec, torch.device("cpu")))
+    assert torch.equal(seen_TT, ReferenceAttend(lengths).mask_TT(spec, torch.device("cpu")))
     assert bool((first_T.diff() >= 0).all())
 
 

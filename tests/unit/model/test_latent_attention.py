@@ -10,9 +10,10 @@ from herder.config.architecture import (
     LayerSpec,
     RopeConfig,
 )
-from herder.model.attend import PackedAttend, ReferenceAttend
+from herder.model.attend import PackedAttend
 from herder.model.attention import TokenPlaces
 from herder.model.cache import KvCache
+from tests.reference_attend import ReferenceAttend
 
 ROPE = RopeConfig(theta=1e4, rotary_dim=6, interleaved=True)
 

@@ -28,13 +28,12 @@ from herder.plan.parameters import parameter_count
 FILE = '''
 """GLM-4-MoE."""
 
-from herder.families.dense import (
-    TINY, ClassDefaults, grouped_attention_of, layers_with, read_dense, write_dense,
-)
+from herder.families import dense, routed
 from herder.families.family import Family
-from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
-DEFAULTS = ClassDefaults(max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8)
+DEFAULTS = dense.ClassDefaults(
+    max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8
+)
 
 
 def read(reader):
@@ -42,7 +41,7 @@ def read(reader):
     num_layers = reader.integer("num_hidden_layers")
     first = reader.integer("first_k_dense_replace", 1, minimum=0)
     width = reader.integer("moe_intermediate_size") * reader.integer("n_shared_experts")
-    moe = read_experts(
+    moe = routed.read_experts(
         reader,
         count_keys=("n_routed_experts",),
         shared_expert_intermediate_size=width,
@@ -58,22 +57,22 @@ def read(reader):
         "qkv_bias": reader.boolean("attention_bias", False),
         "qk_norm": "head" if reader.boolean("use_qk_norm", False) else "none",
     }
-    routed, rope = range(first, num_layers), {"rotates_part": True}
-    return read_dense(reader, DEFAULTS, routed=routed, attention=attention, rope=rope, moe=moe)
+    where, rope = range(first, num_layers), {"rotates_part": True}
+    return dense.read(reader, DEFAULTS, routed=where, attention=attention, rope=rope, moe=moe)
 
 
 def to_hf(architecture):
-    attention, moe = grouped_attention_of(architecture), experts_of(architecture)
+    attention, moe = dense.grouped_attention_of(architecture), routed.experts_of(architecture)
     return {
-        **write_dense(architecture),
-        **write_experts(architecture, count_key="n_routed_experts", has_aux_loss=False),
+        **dense.write(architecture),
+        **routed.write_experts(architecture, count_key="n_routed_experts", has_aux_loss=False),
         "partial_rotary_factor": architecture.ropes[0].rotary_dim / attention.head_dim,
         "n_shared_experts": moe.shared_expert_intermediate_size // moe.expert_intermediate_size,
         "n_group": moe.num_groups,
         "topk_group": moe.num_groups_per_token,
         "norm_topk_prob": moe.normalize_weights,
         "routed_scaling_factor": moe.routed_scaling_factor,
-        "first_k_dense_replace": len(layers_with(architecture, "dense")),
+        "first_k_dense_replace": len(dense.layers_with(architecture, "dense")),
         "attention_bias": attention.qkv_bias,
         "use_qk_norm": attention.qk_norm == "head",
     }
@@ -85,9 +84,9 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=routed_rules,
+        weight_rules=routed.decoder_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 40,
             "intermediate_size": 72,
             "head_dim": 16,

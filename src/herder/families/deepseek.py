@@ -16,24 +16,14 @@ from herder.config.architecture import (
     RopeConfig,
     YarnScaling,
 )
-from herder.families.dense import (
-    IGNORABLE_TENSORS,
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    in_layers,
-    layers_with,
-    read_shared,
-    write_shared,
-)
+from herder.families import dense, routed
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.rope import yarn_mscale
-from herder.families.routed import expert_rules, experts_of, read_experts, write_experts
 from herder.families.weights import WeightRules
 
-V2_DEFAULTS = ClassDefaults(max_position_embeddings=2048)
-V3_DEFAULTS = ClassDefaults(max_position_embeddings=4096)
+V2_DEFAULTS = dense.ClassDefaults(max_position_embeddings=2048)
+V3_DEFAULTS = dense.ClassDefaults(max_position_embeddings=4096)
 """Source: transformers 5.24, DeepseekV2Config and DeepseekV3Config."""
 
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -82,7 +72,7 @@ def _read_groups(reader: ConfigReader) -> dict[str, int]:
 
 def _read_moe(reader: ConfigReader, *, scaling: float, **fields: Any) -> dict[str, Any]:
     num_shared = reader.integer("n_shared_experts")
-    return read_experts(
+    return routed.read_experts(
         reader,
         count_keys=_COUNTS,
         shared_expert_intermediate_size=num_shared * reader.integer("moe_intermediate_size"),
@@ -93,7 +83,7 @@ def _read_moe(reader: ConfigReader, *, scaling: float, **fields: Any) -> dict[st
 
 def _read(
     reader: ConfigReader,
-    defaults: ClassDefaults,
+    defaults: dense.ClassDefaults,
     moe: Mapping[str, Any],
     *,
     num_dense: int,
@@ -108,7 +98,7 @@ def _read(
     first = reader.integer("first_k_dense_replace", num_dense, minimum=0)
     widths = {key: reader.integer(key) for key in _WIDTHS}
     rotary, whole = widths["qk_rope_head_dim"], sum(widths[key] for key in _WIDTHS[1:3])
-    shared = read_shared(
+    shared = dense.read_shared(
         reader,
         defaults,
         routed=range(first, num_layers),
@@ -138,7 +128,7 @@ def _mscale(reader: ConfigReader, rope: RopeConfig) -> float:
 
 def v2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    moe = experts_of(architecture)
+    moe = routed.experts_of(architecture)
     method = "group_limited_greedy" if moe.num_groups > 1 else "greedy"
     return {**_to_hf(architecture), "topk_method": method}
 
@@ -147,27 +137,27 @@ def v3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
         **_to_hf(architecture),
-        "norm_topk_prob": experts_of(architecture).normalize_weights,
+        "norm_topk_prob": routed.experts_of(architecture).normalize_weights,
         "rope_interleave": architecture.ropes[0].interleaved,
         "num_nextn_predict_layers": 0,
     }
 
 
 def _to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    attention, moe = _latent_attention_of(architecture), experts_of(architecture)
+    attention, moe = _latent_attention_of(architecture), routed.experts_of(architecture)
     shared_width = moe.shared_expert_intermediate_size or 0
-    keys = write_shared(architecture)
+    keys = dense.write_shared(architecture)
     scaling = architecture.ropes[0].scaling
     if isinstance(scaling, YarnScaling):
         keys["rope_scaling"] |= _mscale_all_dim(attention, scaling.factor)
     return {
         **keys,
-        **write_experts(architecture, count_key=_COUNTS[0], has_aux_loss=False),
+        **routed.write_experts(architecture, count_key=_COUNTS[0], has_aux_loss=False),
         **{key: getattr(attention, key) for key in _WIDTHS},
         "q_lora_rank": attention.q_lora_rank,
         "num_key_value_heads": attention.num_attention_heads,
         "attention_bias": attention.bias,
-        "first_k_dense_replace": len(layers_with(architecture, "dense")),
+        "first_k_dense_replace": len(dense.layers_with(architecture, "dense")),
         "n_shared_experts": shared_width // moe.expert_intermediate_size,
         "n_group": moe.num_groups,
         "topk_group": moe.num_groups_per_token,
@@ -208,16 +198,16 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
         ("self_attn.o_proj", "attention.output", attention.bias),
     ]
     further = f"model.layers.{architecture.num_layers}.{{rest}}"
-    return decoder_rules(
+    return dense.decoder_rules(
         architecture,
-        *in_layers(linears),
-        *expert_rules(architecture),
-        ignorable=(*IGNORABLE_TENSORS, further),
+        *dense.in_layers(linears),
+        *routed.expert_rules(architecture),
+        ignorable=(*dense.IGNORABLE_TENSORS, further),
     )
 
 
 _TINY = {
-    **TINY,
+    **dense.TINY,
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
     "hidden_size": 40,

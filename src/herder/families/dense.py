@@ -83,7 +83,7 @@ class ClassDefaults:
     tie_word_embeddings: bool = False
 
 
-def read_dense(
+def read(
     reader: ConfigReader,
     defaults: ClassDefaults,
     *,
@@ -234,7 +234,7 @@ def write_shared(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def write_dense(architecture: ArchitectureConfig) -> dict[str, Any]:
+def write(architecture: ArchitectureConfig) -> dict[str, Any]:
     """The shared keys of a config.json with grouped attention."""
     attention = grouped_attention_of(architecture)
     return {

@@ -10,31 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, RopeConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    read_dense,
-    read_head_dim,
-    write_dense,
-)
+from herder.families import dense, layer_types
 from herder.families.family import Family
-from herder.families.layer_types import (
-    FULL,
-    SLIDING,
-    every,
-    layer_types,
-    read_layers,
-    window_of,
-)
 from herder.families.reading import ConfigReader
 from herder.families.rope import read_rope, write_rope
 
-GEMMA2_DEFAULTS = ClassDefaults(
+GEMMA2_DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=8192, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
 )
-GEMMA3_DEFAULTS = ClassDefaults(
+GEMMA3_DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=131_072,
     num_key_value_heads=4,
     head_dim=256,
@@ -80,7 +64,7 @@ def read_gemma3(reader: ConfigReader) -> ArchitectureConfig:
 
 def _read(
     reader: ConfigReader,
-    defaults: ClassDefaults,
+    defaults: dense.ClassDefaults,
     pattern: int,
     *,
     attention: Mapping[str, Any],
@@ -90,9 +74,11 @@ def _read(
     """What both share; each pattern-th layer is full."""
     reader.ignore("hidden_act", "cache_implementation")
     reader.neutral("use_bidirectional_attention", False, None)
-    default = [not is_full for is_full in every(pattern, reader.integer("num_hidden_layers"))]
+    default = [
+        not is_full for is_full in layer_types.every(pattern, reader.integer("num_hidden_layers"))
+    ]
     window = reader.optional_integer("sliding_window", WINDOW)
-    layers = read_layers(reader, default, window=window)
+    layers = layer_types.read_layers(reader, default, window=window)
     if ropes is not None:
         tables = {"full": 0, "sliding": 1}
         layers = tuple(
@@ -100,7 +86,7 @@ def _read(
         )
     has_bias = reader.boolean("attention_bias", False)
     shared = {"qkv_bias": has_bias, "output_bias": has_bias}
-    return read_dense(
+    return dense.read(
         reader,
         defaults,
         layers=layers,
@@ -122,9 +108,11 @@ def _read(
 def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, ...]:
     """The tables of full and sliding layers: a section each, or keys of their own."""
     nested = reader.optional_section("rope_parameters")
-    full, sliding = (nested and nested.optional_section(kind) for kind in (FULL, SLIDING))
+    full, sliding = (
+        nested and nested.optional_section(kind) for kind in (layer_types.FULL, layer_types.SLIDING)
+    )
     scaling = reader.optional_section("rope_scaling")
-    head_dim = read_head_dim(reader, GEMMA3_DEFAULTS)
+    head_dim = dense.read_head_dim(reader, GEMMA3_DEFAULTS)
     longest = reader.integer("max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings)
     tables = (
         (reader.number("rope_theta", GEMMA3_DEFAULTS.rope_theta), (full, scaling)),
@@ -144,7 +132,7 @@ def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, ...]:
 
 def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention, keys = grouped_attention_of(architecture), write_dense(architecture)
+    attention, keys = dense.grouped_attention_of(architecture), dense.write(architecture)
     return {
         **keys,
         "hidden_activation": keys["hidden_act"],
@@ -152,8 +140,8 @@ def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         _SCALAR: round(attention.scale**-2),
         _ATTENTION_CAP: attention.logit_softcap,
         _FINAL_CAP: architecture.final_logit_softcap,
-        "sliding_window": window_of(architecture.layers) or WINDOW,
-        "layer_types": layer_types(architecture),
+        "sliding_window": layer_types.window_of(architecture.layers) or WINDOW,
+        "layer_types": layer_types.write(architecture),
     }
 
 
@@ -168,13 +156,13 @@ def gemma3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     del keys["rope_theta"], keys["rope_scaling"]
     keys["rope_parameters"] = {
         kind: {**(table["rope_scaling"] or {}), "rope_theta": table["rope_theta"]}
-        for kind, table in zip((FULL, SLIDING), tables, strict=True)
+        for kind, table in zip((layer_types.FULL, layer_types.SLIDING), tables, strict=True)
     }
     return keys
 
 
 _TINY = {
-    **{key: value for key, value in TINY.items() if key != "num_hidden_layers"},
+    **{key: value for key, value in dense.TINY.items() if key != "num_hidden_layers"},
     "hidden_size": 48,
     "intermediate_size": 80,
     "head_dim": 16,
@@ -189,7 +177,7 @@ FAMILIES = (
         architectures=("Gemma2ForCausalLM",),
         read=read_gemma2,
         to_hf=gemma2_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={**_TINY, "num_hidden_layers": 2, _ATTENTION_CAP: 2.0, _FINAL_CAP: 3.0},
     ),
     Family(
@@ -197,7 +185,7 @@ FAMILIES = (
         architectures=("Gemma3ForCausalLM",),
         read=read_gemma3,
         to_hf=gemma3_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={
             **_TINY,
             "num_hidden_layers": 3,

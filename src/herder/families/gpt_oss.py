@@ -5,24 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, YarnScaling
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    in_layers,
-    layers_with,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types, routed
 from herder.families.family import Family
-from herder.families.layer_types import every, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
 from herder.families.rope import yarn_attention_factor
-from herder.families.routed import experts_of, read_experts, stacked_rules, write_experts
 from herder.families.weights import WeightRule, WeightRules
 
-DEFAULTS = ClassDefaults(
+DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=131_072,
     rms_norm_eps=1e-5,
     num_key_value_heads=8,
@@ -45,10 +34,14 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     # Its experts' nonlinearity is its own; the two others repeat what other keys say.
     reader.neutral("hidden_act", "silu")
     reader.ignore("experts_per_token", "initial_context_length")
-    default = [not is_second for is_second in every(2, reader.integer("num_hidden_layers"))]
-    layers = read_layers(reader, default, window=reader.optional_integer("sliding_window", WINDOW))
+    default = [
+        not is_second for is_second in layer_types.every(2, reader.integer("num_hidden_layers"))
+    ]
+    layers = layer_types.read_layers(
+        reader, default, window=reader.optional_integer("sliding_window", WINDOW)
+    )
     has_bias = reader.boolean("attention_bias", True)
-    moe = read_experts(
+    moe = routed.read_experts(
         reader,
         width_key="intermediate_size",
         aux_loss=0.001,
@@ -60,7 +53,7 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         swiglu_alpha=reader.number("swiglu_alpha", 1.702),
         swiglu_limit=reader.number("swiglu_limit", 7.0),
     )
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
         layers=layers,
@@ -73,28 +66,32 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; the rope's scaling is always written, for its absence means YaRN."""
-    keys, moe = write_dense(architecture), experts_of(architecture)
+    keys, moe = dense.write(architecture), routed.experts_of(architecture)
     return {
         **keys,
-        **write_experts(architecture, count_key="num_local_experts", width_key="intermediate_size"),
+        **routed.write_experts(
+            architecture, count_key="num_local_experts", width_key="intermediate_size"
+        ),
         "rope_scaling": keys["rope_scaling"] or {"rope_type": "default"},
         "hidden_act": "silu",
         "swiglu_alpha": moe.swiglu_alpha,
         "swiglu_limit": moe.swiglu_limit,
-        "attention_bias": grouped_attention_of(architecture).output_bias,
-        "sliding_window": window_of(architecture.layers) or WINDOW,
-        "layer_types": layer_types(architecture),
+        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
+        "sliding_window": layer_types.window_of(architecture.layers) or WINDOW,
+        "layer_types": layer_types.write(architecture),
     }
 
 
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: experts are stacked, inputs before outputs, gate and up taking turns."""
     router = [("mlp.router", "feed_forward.router", True)]
-    return decoder_rules(
+    return dense.decoder_rules(
         architecture,
         WeightRule("model.layers.{layer}.self_attn.sinks", "layers.{layer}.attention.sinks.weight"),
-        *in_layers(router, layers=layers_with(architecture, "routed")),
-        *stacked_rules(architecture, "mlp.experts", gate=slice(0, None, 2), up=slice(1, None, 2)),
+        *dense.in_layers(router, layers=dense.layers_with(architecture, "routed")),
+        *routed.stacked_rules(
+            architecture, "mlp.experts", gate=slice(0, None, 2), up=slice(1, None, 2)
+        ),
     )
 
 
@@ -106,7 +103,7 @@ FAMILIES = (
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 40,
             "intermediate_size": 28,
             "head_dim": 16,

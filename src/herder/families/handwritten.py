@@ -11,17 +11,9 @@ from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    grouped_attention_of,
-    layers_with,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, routed
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
-from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
 _DENSE = "dense_layers"
 _QK_NORM, _SCORING, _BIAS = "qk_norm", "router_scoring", "router_correction_bias"
@@ -32,8 +24,8 @@ _SCALING = "routed_scaling_factor"
 def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a hand-written config; keys left out are plain Mixtral."""
     num_layers = reader.integer("num_hidden_layers")
-    dense = _read_dense_layers(reader, num_layers)
-    moe = read_experts(
+    without = _read_dense_layers(reader, num_layers)
+    moe = routed.read_experts(
         reader,
         aux_loss=0.0,
         scoring=reader.choice(_SCORING, {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"),
@@ -44,10 +36,10 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         shared_expert_gate=reader.boolean(_SHARED_GATE, False),
     )
     qk_norm = reader.choice(_QK_NORM, {"none": "none", "head": "head"}, "none")
-    return read_dense(
+    return dense.read(
         reader,
-        ClassDefaults(max_position_embeddings=4096),
-        routed={*range(num_layers)} - dense,
+        dense.ClassDefaults(max_position_embeddings=4096),
+        routed={*range(num_layers)} - without,
         attention={"qk_norm": qk_norm},
         moe=moe,
     )
@@ -55,12 +47,12 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; dense layers are written as their numbers."""
-    moe = experts_of(architecture)
+    moe = routed.experts_of(architecture)
     return {
-        **write_dense(architecture),
-        **write_experts(architecture),
-        _DENSE: list(layers_with(architecture, "dense")),
-        _QK_NORM: grouped_attention_of(architecture).qk_norm,
+        **dense.write(architecture),
+        **routed.write_experts(architecture),
+        _DENSE: list(dense.layers_with(architecture, "dense")),
+        _QK_NORM: dense.grouped_attention_of(architecture).qk_norm,
         _SCORING: moe.scoring,
         "norm_topk_prob": moe.normalize_weights,
         _BIAS: moe.correction_bias,
@@ -95,9 +87,9 @@ HANDWRITTEN = Family(
     architectures=("HerderForCausalLM",),
     read=read,
     to_hf=to_hf,
-    weight_rules=partial(routed_rules, shared="shared_expert"),
+    weight_rules=partial(routed.decoder_rules, shared="shared_expert"),
     tiny={
-        **TINY,
+        **dense.TINY,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_experts": 4,

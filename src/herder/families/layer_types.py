@@ -77,7 +77,7 @@ def with_rotation(layers: Iterable[LayerSpec], rotating: Iterable[bool]) -> tupl
     )
 
 
-def layer_types(architecture: ArchitectureConfig) -> list[str]:
+def write(architecture: ArchitectureConfig) -> list[str]:
     """The layer_types key."""
     return [_HF_KINDS[layer.attention] for layer in architecture.layers]
 

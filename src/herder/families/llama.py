@@ -8,19 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    mlp_of,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
-DEFAULTS = ClassDefaults(max_position_embeddings=2048)
+DEFAULTS = dense.ClassDefaults(max_position_embeddings=2048)
 """Source: transformers 5.24, LlamaConfig."""
 
 
@@ -36,7 +28,7 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
             "Llama requires it even where head_dim is given"
         )
     has_attention_bias = reader.boolean("attention_bias", False)
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
         attention={"qkv_bias": has_attention_bias, "output_bias": has_attention_bias},
@@ -47,9 +39,9 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
-        **write_dense(architecture),
-        "attention_bias": grouped_attention_of(architecture).output_bias,
-        "mlp_bias": mlp_of(architecture).bias,
+        **dense.write(architecture),
+        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
+        "mlp_bias": dense.mlp_of(architecture).bias,
     }
 
 
@@ -59,7 +51,7 @@ FAMILIES = (
         architectures=("LlamaForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=decoder_rules,
-        tiny={**TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},
+        weight_rules=dense.decoder_rules,
+        tiny={**dense.TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},
     ),
 )

@@ -9,37 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    in_layers,
-    layers_with,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types, routed
 from herder.families.family import Family
-from herder.families.layer_types import (
-    CHUNKED,
-    layer_types,
-    no_rope_layers,
-    read_layers,
-    read_rotating,
-    window_of,
-    with_rotation,
-)
 from herder.families.reading import ConfigReader
-from herder.families.routed import (
-    experts_of,
-    read_experts,
-    shared_linears,
-    stacked_rules,
-    write_experts,
-)
 from herder.families.weights import WeightRules
 
-DEFAULTS = ClassDefaults(
+DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=131_072,
     rms_norm_eps=1e-5,
     num_key_value_heads=8,
@@ -52,9 +27,11 @@ DEFAULTS = ClassDefaults(
 def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Llama4ForCausalLM."""
     reader.ignore("router_jitter_noise", "router_aux_loss_coef", "for_llm_compressor")
-    rotating = read_rotating(reader, empty_is_absent=True)
+    rotating = layer_types.read_rotating(reader, empty_is_absent=True)
     chunk = reader.optional_integer("attention_chunk_size", 8192)
-    layers = with_rotation(read_layers(reader, rotating, window=chunk, kind=CHUNKED), rotating)
+    layers = layer_types.with_rotation(
+        layer_types.read_layers(reader, rotating, window=chunk, kind=layer_types.CHUNKED), rotating
+    )
     tuning = reader.truth("attn_temperature_tuning", True)
     temperature = {
         "scale": reader.number("attn_scale", 0.1),
@@ -65,11 +42,11 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         layer.model_copy(update={"temperature": tuning and layer.rope is None}) for layer in layers
     )
     step = reader.integer("interleave_moe_layer_step", 1)
-    routed = reader.optional_integers("moe_layers")
-    if routed is None:
-        routed = range(step - 1, len(layers), step)
+    with_experts = reader.optional_integers("moe_layers")
+    if with_experts is None:
+        with_experts = range(step - 1, len(layers), step)
     has_bias = reader.boolean("attention_bias", False)
-    moe = read_experts(
+    moe = routed.read_experts(
         reader,
         width_key="intermediate_size",
         shared_expert_intermediate_size=reader.integer("intermediate_size"),
@@ -78,11 +55,11 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         choose_by_logits=True,
         weight_on_input=True,
     )
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
         layers=layers,
-        routed=routed,
+        routed=with_experts,
         attention={
             "qkv_bias": has_bias,
             "output_bias": has_bias,
@@ -97,7 +74,7 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention, mlp = grouped_attention_of(architecture), architecture.mlp
+    attention, mlp = dense.grouped_attention_of(architecture), architecture.mlp
     temperature = attention.temperature
     tuning = (
         {}
@@ -108,19 +85,19 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         }
     )
     return {
-        **write_dense(architecture),
-        **write_experts(
+        **dense.write(architecture),
+        **routed.write_experts(
             architecture,
             count_key="num_local_experts",
             width_key="intermediate_size",
             has_aux_loss=False,
         ),
         **({} if mlp is None else {"intermediate_size_mlp": mlp.intermediate_size}),
-        "moe_layers": list(layers_with(architecture, "routed")),
+        "moe_layers": list(dense.layers_with(architecture, "routed")),
         "attention_bias": attention.output_bias,
-        "attention_chunk_size": window_of(architecture.layers),
-        "layer_types": layer_types(architecture),
-        "no_rope_layers": no_rope_layers(architecture),
+        "attention_chunk_size": layer_types.window_of(architecture.layers),
+        "layer_types": layer_types.write(architecture),
+        "no_rope_layers": layer_types.no_rope_layers(architecture),
         "use_qk_norm": attention.qk_norm == "weightless",
         "attn_temperature_tuning": temperature is not None,
         **tuning,
@@ -129,16 +106,16 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: experts are stacked, inputs before outputs, gate before up."""
-    moe, routed = experts_of(architecture), layers_with(architecture, "routed")
+    moe = routed.experts_of(architecture)
     width = moe.expert_intermediate_size
     linears = [
         ("feed_forward.router", "feed_forward.router", False),
-        *shared_linears(moe, "feed_forward.shared_expert"),
+        *routed.shared_linears(moe, "feed_forward.shared_expert"),
     ]
-    return decoder_rules(
+    return dense.decoder_rules(
         architecture,
-        *in_layers(linears, layers=routed),
-        *stacked_rules(
+        *dense.in_layers(linears, layers=dense.layers_with(architecture, "routed")),
+        *routed.stacked_rules(
             architecture,
             "feed_forward.experts",
             gate=slice(0, width),
@@ -156,7 +133,7 @@ FAMILIES = (
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 40,
             "intermediate_size": 28,
             "intermediate_size_mlp": 72,

@@ -11,24 +11,15 @@ from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types, routed
 from herder.families.family import Family
-from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
-from herder.families.routed import read_experts, routed_rules, write_experts
 
-MISTRAL_DEFAULTS = ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
-MINISTRAL3_DEFAULTS = ClassDefaults(
+MISTRAL_DEFAULTS = dense.ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
+MINISTRAL3_DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=262_144, rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128
 )
-MIXTRAL_DEFAULTS = ClassDefaults(
+MIXTRAL_DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8, rope_theta=1e6
 )
 WINDOW = 4096
@@ -42,27 +33,29 @@ def read_mistral(reader: ConfigReader) -> ArchitectureConfig:
     reader.neutral("attention_bias", False)
     window = reader.optional_integer("sliding_window", WINDOW)
     default = [True] * reader.integer("num_hidden_layers")
-    layers = read_layers(reader, default, window=window)
-    return read_dense(reader, MISTRAL_DEFAULTS, layers=layers)
+    layers = layer_types.read_layers(reader, default, window=window)
+    return dense.read(reader, MISTRAL_DEFAULTS, layers=layers)
 
 
 def mistral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; the window is always written, for its absence would mean 4,096."""
-    mixed = {"layer_types": layer_types(architecture)} if len({*architecture.layers}) > 1 else {}
-    window = window_of(architecture.layers)
-    return {**write_dense(architecture), "sliding_window": window, **mixed}
+    mixed = (
+        {"layer_types": layer_types.write(architecture)} if len({*architecture.layers}) > 1 else {}
+    )
+    window = layer_types.window_of(architecture.layers)
+    return {**dense.write(architecture), "sliding_window": window, **mixed}
 
 
 def ministral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; transformers needs a window there, though no layer may slide."""
-    window = window_of(architecture.layers) or WINDOW
-    types = layer_types(architecture)
-    return {**write_dense(architecture), "sliding_window": window, "layer_types": types}
+    window = layer_types.window_of(architecture.layers) or WINDOW
+    types = layer_types.write(architecture)
+    return {**dense.write(architecture), "sliding_window": window, "layer_types": types}
 
 
 def read_ministral3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Ministral3ForCausalLM."""
-    layers = equal_layers(reader, reader.optional_integer("sliding_window"))
+    layers = layer_types.equal_layers(reader, reader.optional_integer("sliding_window"))
     section = reader.optional_section("rope_parameters") or reader.optional_section("rope_scaling")
     if section is None:
         reader.problem("rope_parameters is missing: it holds the scaling and llama_4_scaling_beta")
@@ -75,13 +68,13 @@ def read_ministral3(reader: ConfigReader) -> ArchitectureConfig:
     }
     hot = tuple(layer.model_copy(update={"temperature": True}) for layer in layers)
     attention = {"temperature": temperature}
-    return read_dense(reader, MINISTRAL3_DEFAULTS, layers=hot, attention=attention)
+    return dense.read(reader, MINISTRAL3_DEFAULTS, layers=hot, attention=attention)
 
 
 def ministral3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; scaling and temperature share a section."""
-    keys = write_dense(architecture)
-    temperature = grouped_attention_of(architecture).temperature
+    keys = dense.write(architecture)
+    temperature = dense.grouped_attention_of(architecture).temperature
     assert temperature is not None, "Ministral 3 has a query temperature"
     section = {"rope_type": "default", **(keys.pop("rope_scaling") or {})}
     section |= {
@@ -92,7 +85,7 @@ def ministral3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {
         **keys,
         "rope_parameters": section,
-        "sliding_window": window_of(architecture.layers),
+        "sliding_window": layer_types.window_of(architecture.layers),
     }
 
 
@@ -100,27 +93,29 @@ def read_mixtral(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a MixtralForCausalLM."""
     # Noise on the inputs of the router in transformers' training.
     reader.ignore("router_jitter_noise")
-    layers = equal_layers(reader, reader.optional_integer("sliding_window"))
-    moe = read_experts(
+    layers = layer_types.equal_layers(reader, reader.optional_integer("sliding_window"))
+    moe = routed.read_experts(
         reader,
         width_key="intermediate_size",
         aux_loss=0.001,
         scoring="softmax",
         normalize_weights=True,
     )
-    return read_dense(reader, MIXTRAL_DEFAULTS, layers=layers, moe=moe)
+    return dense.read(reader, MIXTRAL_DEFAULTS, layers=layers, moe=moe)
 
 
 def mixtral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
-        **write_dense(architecture),
-        **write_experts(architecture, count_key="num_local_experts", width_key="intermediate_size"),
-        "sliding_window": window_of(architecture.layers),
+        **dense.write(architecture),
+        **routed.write_experts(
+            architecture, count_key="num_local_experts", width_key="intermediate_size"
+        ),
+        "sliding_window": layer_types.window_of(architecture.layers),
     }
 
 
-_TINY = {**TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
+_TINY = {**dense.TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
 
 FAMILIES = (
     Family(
@@ -128,7 +123,7 @@ FAMILIES = (
         architectures=("MistralForCausalLM",),
         read=read_mistral,
         to_hf=mistral_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={**_TINY, "sliding_window": 8},
     ),
     Family(
@@ -136,7 +131,7 @@ FAMILIES = (
         architectures=("MinistralForCausalLM",),
         read=read_mistral,
         to_hf=ministral_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={
             **_TINY,
             "sliding_window": 8,
@@ -148,7 +143,7 @@ FAMILIES = (
         architectures=("Ministral3ForCausalLM",),
         read=read_ministral3,
         to_hf=ministral3_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={
             **{key: value for key, value in _TINY.items() if key != "rope_theta"},
             "rope_parameters": {
@@ -171,7 +166,7 @@ FAMILIES = (
         read=read_mixtral,
         to_hf=mixtral_to_hf,
         weight_rules=partial(
-            routed_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")
+            routed.decoder_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")
         ),
         tiny={**_TINY, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),

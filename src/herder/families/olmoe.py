@@ -5,18 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    grouped_attention_of,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, routed
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
-from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
-DEFAULTS = ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
+DEFAULTS = dense.ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
 """Source: transformers 5.24, OlmoeConfig."""
 
 
@@ -27,14 +20,14 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     reader.neutral("head_dim", None, hidden_size // num_heads)
     reader.neutral("sliding_window", None)
     has_bias = reader.boolean("attention_bias", False)
-    moe = read_experts(
+    moe = routed.read_experts(
         reader,
         width_key="intermediate_size",
         aux_loss=0.01,
         scoring="softmax",
         normalize_weights=reader.boolean("norm_topk_prob", False),
     )
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
         attention={
@@ -49,11 +42,11 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention = grouped_attention_of(architecture)
+    attention = dense.grouped_attention_of(architecture)
     return {
-        **write_dense(architecture),
-        **write_experts(architecture, width_key="intermediate_size"),
-        "norm_topk_prob": experts_of(architecture).normalize_weights,
+        **dense.write(architecture),
+        **routed.write_experts(architecture, width_key="intermediate_size"),
+        "norm_topk_prob": routed.experts_of(architecture).normalize_weights,
         "attention_bias": attention.output_bias,
         "clip_qkv": attention.clip_qkv,
     }
@@ -65,9 +58,9 @@ FAMILIES = (
         architectures=("OlmoeForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=routed_rules,
+        weight_rules=routed.decoder_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 48,
             "intermediate_size": 28,
             "num_experts": 6,

@@ -7,21 +7,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    mlp_of,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types
 from herder.families.family import Family
-from herder.families.layer_types import equal_layers, window_of
 from herder.families.reading import ConfigReader
 from herder.families.weights import WeightRule, WeightRules
 
-DEFAULTS = ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
+DEFAULTS = dense.ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
 ORIGINAL_WINDOW = 4096
 """Source: transformers 5.24, Phi3Config."""
 
@@ -34,10 +25,10 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         reader.neutral(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):
         reader.neutral(key, 1)
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
-        layers=equal_layers(reader, reader.optional_integer("sliding_window")),
+        layers=layer_types.equal_layers(reader, reader.optional_integer("sliding_window")),
         rope={"original": ORIGINAL_WINDOW, "rotates_part": True},
     )
 
@@ -47,18 +38,21 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     rope = architecture.ropes[0]
     window = getattr(rope.scaling, _ORIGINAL, ORIGINAL_WINDOW)
     return {
-        **write_dense(architecture),
-        _SHARE: rope.rotary_dim / grouped_attention_of(architecture).head_dim,
+        **dense.write(architecture),
+        _SHARE: rope.rotary_dim / dense.grouped_attention_of(architecture).head_dim,
         _ORIGINAL: window,
-        "sliding_window": window_of(architecture.layers),
+        "sliding_window": layer_types.window_of(architecture.layers),
     }
 
 
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: the outputs of fused matrices follow each other."""
-    attention, width = grouped_attention_of(architecture), mlp_of(architecture).intermediate_size
+    attention, width = (
+        dense.grouped_attention_of(architecture),
+        dense.mlp_of(architecture).intermediate_size,
+    )
     heads = (attention.num_attention_heads, *[attention.num_key_value_heads] * 2)
-    return decoder_rules(
+    return dense.decoder_rules(
         architecture,
         *_fused(
             "self_attn.qkv_proj",
@@ -92,7 +86,7 @@ FAMILIES = (
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 64,
             "intermediate_size": 88,
             "pad_token_id": None,

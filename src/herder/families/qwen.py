@@ -13,24 +13,14 @@ from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, LayerSpec
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    layers_with,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types, routed
 from herder.families.family import Family
-from herder.families.layer_types import equal_layers, layer_types, read_layers, window_of
 from herder.families.reading import ConfigReader
-from herder.families.routed import experts_of, read_experts, routed_rules, write_experts
 
-DEFAULTS = ClassDefaults(max_position_embeddings=32_768)
-QWEN3_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, head_dim=128)
-QWEN2_MOE_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=16)
-QWEN3_MOE_DEFAULTS = ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=4)
+DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768)
+QWEN3_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, head_dim=128)
+QWEN2_MOE_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=16)
+QWEN3_MOE_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=4)
 WINDOW = 4096
 FIRST_WINDOW_LAYER = 28
 """Source: transformers 5.24, Qwen2Config, Qwen3Config, Qwen2MoeConfig and Qwen3MoeConfig."""
@@ -40,13 +30,13 @@ _SHARED_WIDTH = "shared_expert_intermediate_size"
 
 def read_qwen2(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen2ForCausalLM."""
-    return read_dense(reader, DEFAULTS, layers=_read_layers(reader), attention={"qkv_bias": True})
+    return dense.read(reader, DEFAULTS, layers=_read_layers(reader), attention={"qkv_bias": True})
 
 
 def read_qwen3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3ForCausalLM."""
     attention = _read_qwen3_attention(reader)
-    return read_dense(reader, QWEN3_DEFAULTS, layers=_read_layers(reader), attention=attention)
+    return dense.read(reader, QWEN3_DEFAULTS, layers=_read_layers(reader), attention=attention)
 
 
 def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
@@ -57,7 +47,7 @@ def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
         shared_expert_intermediate_size=reader.integer(_SHARED_WIDTH),
         shared_expert_gate=True,
     )
-    return read_dense(
+    return dense.read(
         reader,
         QWEN2_MOE_DEFAULTS,
         layers=layers,
@@ -70,8 +60,8 @@ def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
 def read_qwen3_moe(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3MoeForCausalLM; absent heads are hidden_size / heads wide."""
     reader.ignore("max_window_layers")
-    layers = equal_layers(reader, _read_window(reader))
-    return read_dense(
+    layers = layer_types.equal_layers(reader, _read_window(reader))
+    return dense.read(
         reader,
         QWEN3_MOE_DEFAULTS,
         layers=layers,
@@ -104,7 +94,7 @@ def _read_layers(
     """slides: whether a layer does, by its index and max_window_layers."""
     limit = reader.integer("max_window_layers", FIRST_WINDOW_LAYER, minimum=0)
     default = [slides(index, limit) for index in range(reader.integer("num_hidden_layers"))]
-    return read_layers(reader, default, window=_read_window(reader))
+    return layer_types.read_layers(reader, default, window=_read_window(reader))
 
 
 def _read_routed(reader: ConfigReader) -> set[int]:
@@ -116,27 +106,27 @@ def _read_routed(reader: ConfigReader) -> set[int]:
 
 def _read_moe(reader: ConfigReader, **shared: Any) -> dict[str, Any]:
     normalizes = reader.boolean("norm_topk_prob", False)
-    return read_experts(
+    return routed.read_experts(
         reader, aux_loss=0.001, scoring="softmax", normalize_weights=normalizes, **shared
     )
 
 
 def qwen2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json: layer_types say it all, max_window_layers repeats them if it can."""
-    window = window_of(architecture.layers)
+    window = layer_types.window_of(architecture.layers)
     slides = [layer.attention == "sliding" for layer in architecture.layers]
     return {
-        **write_dense(architecture),
+        **dense.write(architecture),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": slides.index(True) if any(slides) else architecture.num_layers,
-        "layer_types": layer_types(architecture),
+        "layer_types": layer_types.write(architecture),
     }
 
 
 def qwen3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention_bias = grouped_attention_of(architecture).output_bias
+    attention_bias = dense.grouped_attention_of(architecture).output_bias
     return {**qwen2_to_hf(architecture), "attention_bias": attention_bias}
 
 
@@ -145,8 +135,8 @@ def qwen2_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {
         **qwen2_to_hf(architecture),
         **_moe_to_hf(architecture),
-        "qkv_bias": grouped_attention_of(architecture).qkv_bias,
-        _SHARED_WIDTH: experts_of(architecture).shared_expert_intermediate_size,
+        "qkv_bias": dense.grouped_attention_of(architecture).qkv_bias,
+        _SHARED_WIDTH: routed.experts_of(architecture).shared_expert_intermediate_size,
     }
 
 
@@ -159,16 +149,16 @@ def qwen3_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def _moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {
-        **write_experts(architecture),
-        "norm_topk_prob": experts_of(architecture).normalize_weights,
+        **routed.write_experts(architecture),
+        "norm_topk_prob": routed.experts_of(architecture).normalize_weights,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(layers_with(architecture, "dense")),
+        "mlp_only_layers": list(dense.layers_with(architecture, "dense")),
     }
 
 
-_moe_rules = partial(routed_rules, shared="shared_expert")
+_moe_rules = partial(routed.decoder_rules, shared="shared_expert")
 _TINY_MOE = {
-    **TINY,
+    **dense.TINY,
     "num_hidden_layers": 3,
     "intermediate_size": 72,
     "moe_intermediate_size": 28,
@@ -182,9 +172,9 @@ FAMILIES = (
         architectures=("Qwen2ForCausalLM",),
         read=read_qwen2,
         to_hf=qwen2_to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 56,
             "intermediate_size": 72,
             "num_hidden_layers": 3,
@@ -199,8 +189,8 @@ FAMILIES = (
         architectures=("Qwen3ForCausalLM",),
         read=read_qwen3,
         to_hf=qwen3_to_hf,
-        weight_rules=decoder_rules,
-        tiny={**TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
+        weight_rules=dense.decoder_rules,
+        tiny={**dense.TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
     ),
     Family(
         name="qwen2_moe",

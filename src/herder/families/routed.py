@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, MoeConfig
-from herder.families.dense import decoder_rules, gated, in_layers, layers_with, read_activation
+from herder.families import dense
 from herder.families.reading import ConfigReader
 from herder.families.weights import WeightRule, WeightRules
 
@@ -43,7 +43,7 @@ def read_experts(
         "num_experts": counts[0],
         "num_experts_per_token": reader.integer("num_experts_per_tok"),
         "expert_intermediate_size": reader.integer(width_key),
-        "activation": read_activation(reader),
+        "activation": dense.read_activation(reader),
         "z_loss_coefficient": reader.number(_Z_LOSS, 0.0, may_be_zero=True),
     }
     if aux_loss is not None:
@@ -90,9 +90,9 @@ def write_experts(
     return keys | {key: value for key, value in training.items() if value}
 
 
-def routed_rules(architecture: ArchitectureConfig, **names: Any) -> WeightRules:
+def decoder_rules(architecture: ArchitectureConfig, **names: Any) -> WeightRules:
     """Weight names of a decoder with experts; names: arguments of `expert_rules`."""
-    return decoder_rules(architecture, *expert_rules(architecture, **names))
+    return dense.decoder_rules(architecture, *expert_rules(architecture, **names))
 
 
 def expert_rules(
@@ -103,7 +103,7 @@ def expert_rules(
     shared: str = "shared_experts",
 ) -> tuple[WeightRule, ...]:
     """Router, experts (each with tensors of its own) and shared expert of the routed layers."""
-    moe, routed = experts_of(architecture), layers_with(architecture, "routed")
+    moe, routed = experts_of(architecture), dense.layers_with(architecture, "routed")
     linears = [
         (f"{block}.gate", "feed_forward.router", moe.router_bias),
         *(
@@ -112,7 +112,7 @@ def expert_rules(
         ),
         *shared_linears(moe, f"{block}.{shared}"),
     ]
-    rules = in_layers(linears, layers=routed)
+    rules = dense.in_layers(linears, layers=routed)
     if moe.correction_bias:
         hub, ours = f"{block}.gate.e_score_correction_bias", "feed_forward.router.correction_bias"
         rules += (WeightRule(f"model.layers.{{layer}}.{hub}", f"layers.{{layer}}.{ours}", routed),)
@@ -124,7 +124,7 @@ def shared_linears(moe: MoeConfig, block: str) -> list[tuple[str, str, bool]]:
     if moe.shared_expert_intermediate_size is None:
         return []
     gate = [(f"{block}_gate", "feed_forward.shared_gate", False)] if moe.shared_expert_gate else []
-    return gated(block, "feed_forward.shared") + gate
+    return dense.gated(block, "feed_forward.shared") + gate
 
 
 def stacked_rules(
@@ -140,7 +140,7 @@ def stacked_rules(
         ("down_proj", "down", None),
     )
     kinds = (("", "weight"), ("_bias", "bias"))[: 1 + experts_of(architecture).expert_bias]
-    routed = layers_with(architecture, "routed")
+    routed = dense.layers_with(architecture, "routed")
     return tuple(
         WeightRule(
             f"model.layers.{{layer}}.{block}.{hub}{suffix}",

@@ -5,27 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families.dense import (
-    TINY,
-    ClassDefaults,
-    decoder_rules,
-    grouped_attention_of,
-    mlp_of,
-    read_dense,
-    write_dense,
-)
+from herder.families import dense, layer_types
 from herder.families.family import Family
-from herder.families.layer_types import (
-    layer_types,
-    no_rope_layers,
-    read_layers,
-    read_rotating,
-    window_of,
-    with_rotation,
-)
 from herder.families.reading import ConfigReader
 
-DEFAULTS = ClassDefaults(
+DEFAULTS = dense.ClassDefaults(
     max_position_embeddings=32_768,
     num_key_value_heads=4,
     rope_theta=2e6,
@@ -39,15 +23,15 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     reader.ignore("pretraining_tp", "max_window_layers")
     is_on = reader.boolean("use_sliding_window", False)
     window = reader.optional_integer("sliding_window")
-    rotating = read_rotating(reader, empty_is_absent=False)
-    layers = read_layers(
+    rotating = layer_types.read_rotating(reader, empty_is_absent=False)
+    layers = layer_types.read_layers(
         reader, [not rotates for rotates in rotating], window=window if is_on else None
     )
     has_bias = reader.boolean("attention_bias", False)
-    return read_dense(
+    return dense.read(
         reader,
         DEFAULTS,
-        layers=with_rotation(layers, rotating),
+        layers=layer_types.with_rotation(layers, rotating),
         attention={"qkv_bias": has_bias, "output_bias": has_bias},
         mlp_bias=reader.boolean("mlp_bias", False),
     )
@@ -55,13 +39,13 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    window = window_of(architecture.layers)
+    window = layer_types.window_of(architecture.layers)
     return {
-        **write_dense(architecture),
-        "attention_bias": grouped_attention_of(architecture).output_bias,
-        "mlp_bias": mlp_of(architecture).bias,
-        "no_rope_layers": no_rope_layers(architecture),
-        "layer_types": layer_types(architecture),
+        **dense.write(architecture),
+        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
+        "mlp_bias": dense.mlp_of(architecture).bias,
+        "no_rope_layers": layer_types.no_rope_layers(architecture),
+        "layer_types": layer_types.write(architecture),
         "use_sliding_window": window is not None,
         "sliding_window": window,
     }
@@ -73,9 +57,9 @@ FAMILIES = (
         architectures=("SmolLM3ForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=decoder_rules,
+        weight_rules=dense.decoder_rules,
         tiny={
-            **TINY,
+            **dense.TINY,
             "hidden_size": 48,
             "intermediate_size": 80,
             "num_hidden_layers": 4,

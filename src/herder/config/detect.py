@@ -5,10 +5,8 @@ Owns what nvidia-smi tells. Imports no torch: planning must start at once.
 
 from __future__ import annotations
 
-import subprocess
-
 from herder.config.catalog import cluster_gpu, gpu, gpu_names
-from herder.config.machine import cpu_share
+from herder.config.machine import cpu_share, nvidia_smi
 from herder.config.run import ClusterConfig, GpuConfig
 from herder.units import GB, GIB
 
@@ -19,7 +17,7 @@ ASSUMED_GPU_MEMORY_BANDWIDTH_GB_PER_SECOND = 800.0
 
 def detect_cluster() -> ClusterConfig:
     """This machine: one node with its GPUs, or with one `cpu` device that stands for all cores."""
-    gpus = parse_nvidia_smi(_nvidia_smi())
+    gpus = parse_nvidia_smi(nvidia_smi("--query-gpu=name,memory.total"))
     if gpus:
         return ClusterConfig(nodes=1, gpus_per_node=len(gpus), gpu=gpus[0])
     return ClusterConfig(nodes=1, gpus_per_node=1, gpu=cpu_share(1))
@@ -74,12 +72,3 @@ def _device(product: str, memory_bytes: int) -> GpuConfig:
         memory_bandwidth_gb_per_second=ASSUMED_GPU_MEMORY_BANDWIDTH_GB_PER_SECOND,
         intra_node_bandwidth_gb_per_second=32.0,
     )
-
-
-def _nvidia_smi() -> str:
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -6,13 +6,12 @@ Owns a warning: nothing is refused, since what is held now may be given back. Im
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from herder.config.machine import usable_memory_bytes
+from herder.config.machine import nvidia_smi, usable_memory_bytes
 from herder.units import format_gb
 
 _NUM_NAMED = 4
@@ -28,12 +27,11 @@ def memory_shortage(rank_bytes: float, *, num_ranks: int, is_on_gpus: bool) -> s
     rank_bytes: of one rank, which has a GPU of its own, or shares the machine's memory with all.
     """
     if is_on_gpus:
-        free = [
-            int(line) * 2**20 for line in _nvidia_smi("--query-gpu=memory.free") if line.isdigit()
-        ]
+        told = nvidia_smi("--query-gpu=memory.free").split()
+        free = [int(word) * 2**20 for word in told if word.isdigit()]
         if not free or min(free[:num_ranks]) >= rank_bytes:
             return None
-        apps = _nvidia_smi("--query-compute-apps=process_name,pid,used_memory")
+        apps = nvidia_smi("--query-compute-apps=process_name,pid,used_memory").splitlines()
         return describe_shortage(
             rank_bytes, min(free[:num_ranks]), parse_gpu_holders(apps), "a GPU"
         )
@@ -85,12 +83,3 @@ def parse_gpu_holders(lines: Sequence[str]) -> list[Holder]:
         if pid.isdigit() and mebibytes.isdigit():
             found.append((Path(name).name, int(pid), int(mebibytes) * 2.0**20))
     return found
-
-
-def _nvidia_smi(query: str) -> list[str]:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []

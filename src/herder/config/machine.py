@@ -1,13 +1,14 @@
-"""What this machine is as a CPU, and the share of it that each of several ranks gets.
+"""What this machine is as a CPU, the share of it that each of several ranks gets, and nvidia-smi.
 
-Owns the reading of the operating system's figures and the peaks that follow from them. Imports no
-torch: planning must start at once.
+Owns the reading of the system's and the driver's figures and the peaks that follow from the first.
+Imports no torch: planning must start at once.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def usable_memory_bytes() -> int:
     ]
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def nvidia_smi(query: str) -> str:
+    """What nvidia-smi prints for a query, an entry a line; nothing where it is not there."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _read(path: Path) -> str:

@@ -28,11 +28,15 @@ from herder.plan.parameters import parameter_count
 FILE = '''
 """GLM-4-MoE."""
 
-from herder.families import dense, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 
-DEFAULTS = dense.ClassDefaults(
-    max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8
+HF_CLASS = keys.HfClass(
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    num_key_value_heads=8,
+    expert_width="moe_intermediate_size",
+    expert_counts=("n_routed_experts",),
 )
 
 
@@ -41,38 +45,35 @@ def read(reader):
     num_layers = reader.integer("num_hidden_layers")
     first = reader.integer("first_k_dense_replace", 1, minimum=0)
     width = reader.integer("moe_intermediate_size") * reader.integer("n_shared_experts")
-    moe = routed.read_experts(
-        reader,
-        count_keys=("n_routed_experts",),
-        shared_expert_intermediate_size=width,
-        scoring="sigmoid",
-        normalize_weights=reader.boolean("norm_topk_prob", True),
-        correction_bias=True,
-        group_score="top2_sum",
-        num_groups=reader.integer("n_group", 1),
-        num_groups_per_token=reader.integer("topk_group", 1),
-        routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
-    )
+    moe = {
+        "shared_expert_intermediate_size": width,
+        "scoring": "sigmoid",
+        "normalize_weights": reader.boolean("norm_topk_prob", True),
+        "correction_bias": True,
+        "group_score": "top2_sum",
+        "num_groups": reader.integer("n_group", 1),
+        "num_groups_per_token": reader.integer("topk_group", 1),
+        "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
+    }
     attention = {
         "qkv_bias": reader.boolean("attention_bias", False),
         "qk_norm": "head" if reader.boolean("use_qk_norm", False) else "none",
     }
-    where, rope = range(first, num_layers), {"rotates_part": True}
-    return dense.read(reader, DEFAULTS, routed=where, attention=attention, rope=rope, moe=moe)
+    routed, rope = range(first, num_layers), {"rotates_part": True}
+    return keys.read(reader, HF_CLASS, routed=routed, attention=attention, rope=rope, moe=moe)
 
 
 def to_hf(architecture):
-    attention, moe = dense.grouped_attention_of(architecture), routed.experts_of(architecture)
+    attention, moe = keys.attention_of(architecture), keys.experts_of(architecture)
     return {
-        **dense.write(architecture),
-        **routed.write_experts(architecture, count_key="n_routed_experts", has_aux_loss=False),
+        **keys.write(architecture, HF_CLASS),
         "partial_rotary_factor": architecture.ropes[0].rotary_dim / attention.head_dim,
         "n_shared_experts": moe.shared_expert_intermediate_size // moe.expert_intermediate_size,
         "n_group": moe.num_groups,
         "topk_group": moe.num_groups_per_token,
         "norm_topk_prob": moe.normalize_weights,
         "routed_scaling_factor": moe.routed_scaling_factor,
-        "first_k_dense_replace": len(dense.layers_with(architecture, "dense")),
+        "first_k_dense_replace": len(layer_types.layers_with(architecture, "dense")),
         "attention_bias": attention.qkv_bias,
         "use_qk_norm": attention.qk_norm == "head",
     }
@@ -84,9 +85,9 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=routed.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 40,
             "intermediate_size": 72,
             "head_dim": 16,

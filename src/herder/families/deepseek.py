@@ -8,6 +8,7 @@ no part of this decoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from herder.config.architecture import (
@@ -16,18 +17,21 @@ from herder.config.architecture import (
     RopeConfig,
     YarnScaling,
 )
-from herder.families import dense, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.rope import yarn_mscale
 from herder.families.weights import WeightRules
 
-V2_DEFAULTS = dense.ClassDefaults(max_position_embeddings=2048)
-V3_DEFAULTS = dense.ClassDefaults(max_position_embeddings=4096)
+V2_CLASS = keys.HfClass(
+    max_position_embeddings=2048,
+    expert_width="moe_intermediate_size",
+    expert_counts=("n_routed_experts", "num_experts", "num_local_experts"),
+)
+V3_CLASS = replace(V2_CLASS, max_position_embeddings=4096)
 """Source: transformers 5.24, DeepseekV2Config and DeepseekV3Config."""
 
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _HOW_IT_WAS_TRAINED = ("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp")
 
 
@@ -42,7 +46,7 @@ def read_v2(reader: ConfigReader) -> ArchitectureConfig:
         groups = _read_groups(reader)
     reader.ignore("n_group", "topk_group")
     moe = _read_moe(reader, scaling=1.0, scoring="softmax", normalize_weights=False, **groups)
-    return _read(reader, V2_DEFAULTS, moe, num_dense=0, interleaved=True)
+    return _read(reader, V2_CLASS, moe, num_dense=0, interleaved=True)
 
 
 def read_v3(reader: ConfigReader) -> ArchitectureConfig:
@@ -60,7 +64,7 @@ def read_v3(reader: ConfigReader) -> ArchitectureConfig:
         **_read_groups(reader),
     )
     interleaved = reader.boolean("rope_interleave", True)
-    return _read(reader, V3_DEFAULTS, moe, num_dense=3, interleaved=interleaved)
+    return _read(reader, V3_CLASS, moe, num_dense=3, interleaved=interleaved)
 
 
 def _read_groups(reader: ConfigReader) -> dict[str, int]:
@@ -72,18 +76,16 @@ def _read_groups(reader: ConfigReader) -> dict[str, int]:
 
 def _read_moe(reader: ConfigReader, *, scaling: float, **fields: Any) -> dict[str, Any]:
     num_shared = reader.integer("n_shared_experts")
-    return routed.read_experts(
-        reader,
-        count_keys=_COUNTS,
-        shared_expert_intermediate_size=num_shared * reader.integer("moe_intermediate_size"),
-        routed_scaling_factor=reader.number("routed_scaling_factor", scaling),
+    return {
+        "shared_expert_intermediate_size": num_shared * reader.integer("moe_intermediate_size"),
+        "routed_scaling_factor": reader.number("routed_scaling_factor", scaling),
         **fields,
-    )
+    }
 
 
 def _read(
     reader: ConfigReader,
-    defaults: dense.ClassDefaults,
+    defaults: keys.HfClass,
     moe: Mapping[str, Any],
     *,
     num_dense: int,
@@ -98,7 +100,7 @@ def _read(
     first = reader.integer("first_k_dense_replace", num_dense, minimum=0)
     widths = {key: reader.integer(key) for key in _WIDTHS}
     rotary, whole = widths["qk_rope_head_dim"], sum(widths[key] for key in _WIDTHS[1:3])
-    shared = dense.read_shared(
+    shared = keys.read_shared(
         reader,
         defaults,
         routed=range(first, num_layers),
@@ -128,7 +130,7 @@ def _mscale(reader: ConfigReader, rope: RopeConfig) -> float:
 
 def v2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    moe = routed.experts_of(architecture)
+    moe = keys.experts_of(architecture)
     method = "group_limited_greedy" if moe.num_groups > 1 else "greedy"
     return {**_to_hf(architecture), "topk_method": method}
 
@@ -137,27 +139,26 @@ def v3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
         **_to_hf(architecture),
-        "norm_topk_prob": routed.experts_of(architecture).normalize_weights,
+        "norm_topk_prob": keys.experts_of(architecture).normalize_weights,
         "rope_interleave": architecture.ropes[0].interleaved,
         "num_nextn_predict_layers": 0,
     }
 
 
 def _to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    attention, moe = _latent_attention_of(architecture), routed.experts_of(architecture)
+    attention, moe = _latent_attention_of(architecture), keys.experts_of(architecture)
     shared_width = moe.shared_expert_intermediate_size or 0
-    keys = dense.write_shared(architecture)
+    written = keys.write(architecture, V2_CLASS)
     scaling = architecture.ropes[0].scaling
     if isinstance(scaling, YarnScaling):
-        keys["rope_scaling"] |= _mscale_all_dim(attention, scaling.factor)
+        written["rope_scaling"] |= _mscale_all_dim(attention, scaling.factor)
     return {
-        **keys,
-        **routed.write_experts(architecture, count_key=_COUNTS[0], has_aux_loss=False),
+        **written,
         **{key: getattr(attention, key) for key in _WIDTHS},
         "q_lora_rank": attention.q_lora_rank,
         "num_key_value_heads": attention.num_attention_heads,
         "attention_bias": attention.bias,
-        "first_k_dense_replace": len(dense.layers_with(architecture, "dense")),
+        "first_k_dense_replace": len(layer_types.layers_with(architecture, "dense")),
         "n_shared_experts": shared_width // moe.expert_intermediate_size,
         "n_group": moe.num_groups,
         "topk_group": moe.num_groups_per_token,
@@ -198,16 +199,15 @@ def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
         ("self_attn.o_proj", "attention.output", attention.bias),
     ]
     further = f"model.layers.{architecture.num_layers}.{{rest}}"
-    return dense.decoder_rules(
+    return names.decoder_rules(
         architecture,
-        *dense.in_layers(linears),
-        *routed.expert_rules(architecture),
-        ignorable=(*dense.IGNORABLE_TENSORS, further),
+        *names.in_layers(linears),
+        ignorable=(*names.IGNORABLE_TENSORS, further),
     )
 
 
 _TINY = {
-    **dense.TINY,
+    **keys.TINY,
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
     "hidden_size": 40,

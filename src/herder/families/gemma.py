@@ -10,20 +10,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, RopeConfig
-from herder.families import dense, layer_types
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.rope import read_rope, write_rope
 
-GEMMA2_DEFAULTS = dense.ClassDefaults(
-    max_position_embeddings=8192, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
+GEMMA2_CLASS = keys.HfClass(
+    max_position_embeddings=8192,
+    num_key_value_heads=4,
+    head_dim=256,
+    tie_word_embeddings=True,
+    attention_bias=False,
 )
-GEMMA3_DEFAULTS = dense.ClassDefaults(
+GEMMA3_CLASS = keys.HfClass(
     max_position_embeddings=131_072,
     num_key_value_heads=4,
     head_dim=256,
     rope_theta=1e6,
     tie_word_embeddings=True,
+    attention_bias=False,
 )
 LOCAL_THETA = 10_000.0
 WINDOW, PATTERN = 4096, 6
@@ -41,7 +46,7 @@ def read_gemma2(reader: ConfigReader) -> ArchitectureConfig:
     cap = reader.optional_number(_ATTENTION_CAP, ATTENTION_CAP)
     final = reader.optional_number(_FINAL_CAP, FINAL_CAP)
     return _read(
-        reader, GEMMA2_DEFAULTS, 2, attention={"logit_softcap": cap}, final_logit_softcap=final
+        reader, GEMMA2_CLASS, 2, attention={"logit_softcap": cap}, final_logit_softcap=final
     )
 
 
@@ -54,7 +59,7 @@ def read_gemma3(reader: ConfigReader) -> ArchitectureConfig:
     ropes = _read_ropes(reader)
     return _read(
         reader,
-        GEMMA3_DEFAULTS,
+        GEMMA3_CLASS,
         pattern,
         attention={"qk_norm": "head"},
         ropes=ropes,
@@ -64,7 +69,7 @@ def read_gemma3(reader: ConfigReader) -> ArchitectureConfig:
 
 def _read(
     reader: ConfigReader,
-    defaults: dense.ClassDefaults,
+    defaults: keys.HfClass,
     pattern: int,
     *,
     attention: Mapping[str, Any],
@@ -74,9 +79,7 @@ def _read(
     """What both share; each pattern-th layer is full."""
     reader.ignore("hidden_act", "cache_implementation")
     reader.neutral("use_bidirectional_attention", False, None)
-    default = [
-        not is_full for is_full in layer_types.every(pattern, reader.integer("num_hidden_layers"))
-    ]
+    default = layer_types.all_but(pattern, reader.integer("num_hidden_layers"))
     window = reader.optional_integer("sliding_window", WINDOW)
     layers = layer_types.read_layers(reader, default, window=window)
     if ropes is not None:
@@ -84,17 +87,11 @@ def _read(
         layers = tuple(
             layer.model_copy(update={"rope": tables[layer.attention]}) for layer in layers
         )
-    has_bias = reader.boolean("attention_bias", False)
-    shared = {"qkv_bias": has_bias, "output_bias": has_bias}
-    return dense.read(
+    return keys.read(
         reader,
         defaults,
         layers=layers,
-        attention={
-            **shared,
-            "scale": reader.integer(_SCALAR, QUERY_SCALAR) ** -0.5,
-            **attention,
-        },
+        attention={"scale": reader.integer(_SCALAR, QUERY_SCALAR) ** -0.5, **attention},
         ropes=ropes,
         norm={"weight_offset": 1, "multiply_in_fp32": True},
         activation_key="hidden_activation",
@@ -112,10 +109,10 @@ def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, ...]:
         nested and nested.optional_section(kind) for kind in (layer_types.FULL, layer_types.SLIDING)
     )
     scaling = reader.optional_section("rope_scaling")
-    head_dim = dense.read_head_dim(reader, GEMMA3_DEFAULTS)
-    longest = reader.integer("max_position_embeddings", GEMMA3_DEFAULTS.max_position_embeddings)
+    head_dim = keys.read_head_dim(reader, GEMMA3_CLASS)
+    longest = reader.integer("max_position_embeddings", GEMMA3_CLASS.max_position_embeddings)
     tables = (
-        (reader.number("rope_theta", GEMMA3_DEFAULTS.rope_theta), (full, scaling)),
+        (reader.number("rope_theta", GEMMA3_CLASS.rope_theta), (full, scaling)),
         (reader.number(_LOCAL_THETA, LOCAL_THETA), (sliding,)),
     )
     return tuple(
@@ -132,11 +129,10 @@ def _read_ropes(reader: ConfigReader) -> tuple[RopeConfig, ...]:
 
 def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention, keys = dense.grouped_attention_of(architecture), dense.write(architecture)
+    attention, written = keys.attention_of(architecture), keys.write(architecture, GEMMA2_CLASS)
     return {
-        **keys,
-        "hidden_activation": keys["hidden_act"],
-        "attention_bias": attention.output_bias,
+        **written,
+        "hidden_activation": written["hidden_act"],
         _SCALAR: round(attention.scale**-2),
         _ATTENTION_CAP: attention.logit_softcap,
         _FINAL_CAP: architecture.final_logit_softcap,
@@ -147,22 +143,22 @@ def gemma2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def gemma3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; a scaled table of sliding layers takes the newer spelling."""
-    keys = gemma2_to_hf(architecture)
+    written = gemma2_to_hf(architecture)
     if len(architecture.ropes) != 2:
-        return keys
+        return written
     tables = [write_rope(rope) for rope in architecture.ropes]
     if tables[1]["rope_scaling"] is None:
-        return {**keys, _LOCAL_THETA: architecture.ropes[1].theta}
-    del keys["rope_theta"], keys["rope_scaling"]
-    keys["rope_parameters"] = {
+        return {**written, _LOCAL_THETA: architecture.ropes[1].theta}
+    del written["rope_theta"], written["rope_scaling"]
+    written["rope_parameters"] = {
         kind: {**(table["rope_scaling"] or {}), "rope_theta": table["rope_theta"]}
         for kind, table in zip((layer_types.FULL, layer_types.SLIDING), tables, strict=True)
     }
-    return keys
+    return written
 
 
 _TINY = {
-    **{key: value for key, value in dense.TINY.items() if key != "num_hidden_layers"},
+    **{key: value for key, value in keys.TINY.items() if key != "num_hidden_layers"},
     "hidden_size": 48,
     "intermediate_size": 80,
     "head_dim": 16,
@@ -177,7 +173,7 @@ FAMILIES = (
         architectures=("Gemma2ForCausalLM",),
         read=read_gemma2,
         to_hf=gemma2_to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={**_TINY, "num_hidden_layers": 2, _ATTENTION_CAP: 2.0, _FINAL_CAP: 3.0},
     ),
     Family(
@@ -185,7 +181,7 @@ FAMILIES = (
         architectures=("Gemma3ForCausalLM",),
         read=read_gemma3,
         to_hf=gemma3_to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={
             **_TINY,
             "num_hidden_layers": 3,

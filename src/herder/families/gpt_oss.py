@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, YarnScaling
-from herder.families import dense, layer_types, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.rope import yarn_attention_factor
-from herder.families.weights import WeightRule, WeightRules
 
-DEFAULTS = dense.ClassDefaults(
+HF_CLASS = keys.HfClass(
     max_position_embeddings=131_072,
     rms_norm_eps=1e-5,
     num_key_value_heads=8,
     head_dim=64,
     rope_theta=1.5e5,
+    attention_bias=True,
+    router_aux_loss_coef=0.001,
+    expert_width="intermediate_size",
+    expert_counts=("num_local_experts", "num_experts"),
 )
 WINDOW = 128
 """Source: transformers 5.24, GptOssConfig. It must be there, though no layer may slide."""
@@ -34,65 +38,41 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     # Its experts' nonlinearity is its own; the two others repeat what other keys say.
     reader.neutral("hidden_act", "silu")
     reader.ignore("experts_per_token", "initial_context_length")
-    default = [
-        not is_second for is_second in layer_types.every(2, reader.integer("num_hidden_layers"))
-    ]
+    default = layer_types.all_but(2, reader.integer("num_hidden_layers"))
     layers = layer_types.read_layers(
         reader, default, window=reader.optional_integer("sliding_window", WINDOW)
     )
-    has_bias = reader.boolean("attention_bias", True)
-    moe = routed.read_experts(
+    return keys.read(
         reader,
-        width_key="intermediate_size",
-        aux_loss=0.001,
-        scoring="softmax",
-        normalize_weights=True,
-        router_bias=True,
-        expert_bias=True,
-        activation="clamped_swiglu",
-        swiglu_alpha=reader.number("swiglu_alpha", 1.702),
-        swiglu_limit=reader.number("swiglu_limit", 7.0),
-    )
-    return dense.read(
-        reader,
-        DEFAULTS,
+        HF_CLASS,
         layers=layers,
-        attention={"qkv_bias": has_bias, "output_bias": has_bias, "sinks": True},
+        attention={"sinks": True},
         rope={"absent": SCALING},
         norm={"multiply_in_fp32": True},
-        moe=moe,
+        moe={
+            "scoring": "softmax",
+            "normalize_weights": True,
+            "router_bias": True,
+            "expert_bias": True,
+            "activation": "clamped_swiglu",
+            "swiglu_alpha": reader.number("swiglu_alpha", 1.702),
+            "swiglu_limit": reader.number("swiglu_limit", 7.0),
+        },
     )
 
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; the rope's scaling is always written, for its absence means YaRN."""
-    keys, moe = dense.write(architecture), routed.experts_of(architecture)
+    written, moe = keys.write(architecture, HF_CLASS), keys.experts_of(architecture)
     return {
-        **keys,
-        **routed.write_experts(
-            architecture, count_key="num_local_experts", width_key="intermediate_size"
-        ),
-        "rope_scaling": keys["rope_scaling"] or {"rope_type": "default"},
+        **written,
+        "rope_scaling": written["rope_scaling"] or {"rope_type": "default"},
         "hidden_act": "silu",
         "swiglu_alpha": moe.swiglu_alpha,
         "swiglu_limit": moe.swiglu_limit,
-        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
         "sliding_window": layer_types.window_of(architecture.layers) or WINDOW,
         "layer_types": layer_types.write(architecture),
     }
-
-
-def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
-    """Weight names: experts are stacked, inputs before outputs, gate and up taking turns."""
-    router = [("mlp.router", "feed_forward.router", True)]
-    return dense.decoder_rules(
-        architecture,
-        WeightRule("model.layers.{layer}.self_attn.sinks", "layers.{layer}.attention.sinks.weight"),
-        *dense.in_layers(router, layers=dense.layers_with(architecture, "routed")),
-        *routed.stacked_rules(
-            architecture, "mlp.experts", gate=slice(0, None, 2), up=slice(1, None, 2)
-        ),
-    )
 
 
 FAMILIES = (
@@ -101,9 +81,11 @@ FAMILIES = (
         architectures=("GptOssForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=weight_rules,
+        weight_rules=partial(
+            names.decoder_rules, router="router", fused=(slice(0, None, 2), slice(1, None, 2))
+        ),
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 40,
             "intermediate_size": 28,
             "head_dim": 16,

@@ -11,10 +11,15 @@ from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
+HF_CLASS = keys.HfClass(
+    max_position_embeddings=4096,
+    router_aux_loss_coef=0.0,
+    expert_width="moe_intermediate_size",
+)
 _DENSE = "dense_layers"
 _QK_NORM, _SCORING, _BIAS = "qk_norm", "router_scoring", "router_correction_bias"
 _SHARED, _SHARED_GATE = "shared_expert_intermediate_size", "shared_expert_gate"
@@ -25,34 +30,31 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a hand-written config; keys left out are plain Mixtral."""
     num_layers = reader.integer("num_hidden_layers")
     without = _read_dense_layers(reader, num_layers)
-    moe = routed.read_experts(
-        reader,
-        aux_loss=0.0,
-        scoring=reader.choice(_SCORING, {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"),
-        normalize_weights=reader.boolean("norm_topk_prob", True),
-        correction_bias=reader.boolean(_BIAS, False),
-        routed_scaling_factor=reader.number(_SCALING, 1.0),
-        shared_expert_intermediate_size=reader.optional_integer(_SHARED),
-        shared_expert_gate=reader.boolean(_SHARED_GATE, False),
-    )
+    scorings = {"softmax": "softmax", "sigmoid": "sigmoid"}
     qk_norm = reader.choice(_QK_NORM, {"none": "none", "head": "head"}, "none")
-    return dense.read(
+    return keys.read(
         reader,
-        dense.ClassDefaults(max_position_embeddings=4096),
+        HF_CLASS,
         routed={*range(num_layers)} - without,
         attention={"qk_norm": qk_norm},
-        moe=moe,
+        moe={
+            "scoring": reader.choice(_SCORING, scorings, "softmax"),
+            "normalize_weights": reader.boolean("norm_topk_prob", True),
+            "correction_bias": reader.boolean(_BIAS, False),
+            "routed_scaling_factor": reader.number(_SCALING, 1.0),
+            "shared_expert_intermediate_size": reader.optional_integer(_SHARED),
+            "shared_expert_gate": reader.boolean(_SHARED_GATE, False),
+        },
     )
 
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; dense layers are written as their numbers."""
-    moe = routed.experts_of(architecture)
+    moe = keys.experts_of(architecture)
     return {
-        **dense.write(architecture),
-        **routed.write_experts(architecture),
-        _DENSE: list(dense.layers_with(architecture, "dense")),
-        _QK_NORM: dense.grouped_attention_of(architecture).qk_norm,
+        **keys.write(architecture, HF_CLASS),
+        _DENSE: list(layer_types.layers_with(architecture, "dense")),
+        _QK_NORM: keys.attention_of(architecture).qk_norm,
         _SCORING: moe.scoring,
         "norm_topk_prob": moe.normalize_weights,
         _BIAS: moe.correction_bias,
@@ -87,9 +89,9 @@ HANDWRITTEN = Family(
     architectures=("HerderForCausalLM",),
     read=read,
     to_hf=to_hf,
-    weight_rules=partial(routed.decoder_rules, shared="shared_expert"),
+    weight_rules=partial(names.decoder_rules, shared="shared_expert"),
     tiny={
-        **dense.TINY,
+        **keys.TINY,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_experts": 4,

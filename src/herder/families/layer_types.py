@@ -20,9 +20,9 @@ _KINDS: dict[str, Literal["full", "sliding", "chunked"]] = {
 _HF_KINDS = {ours: hf for hf, ours in _KINDS.items()}
 
 
-def every(interval: int, num_layers: int) -> list[bool]:
-    """True for each interval-th layer, counted from 1."""
-    return [(index + 1) % interval == 0 for index in range(num_layers)]
+def all_but(interval: int, num_layers: int) -> list[bool]:
+    """False for each interval-th layer, counted from 1."""
+    return [(index + 1) % interval != 0 for index in range(num_layers)]
 
 
 def read_layers(
@@ -63,7 +63,7 @@ def read_rotating(reader: ConfigReader, *, empty_is_absent: bool) -> list[bool]:
     interval = reader.integer("no_rope_layer_interval", 4)
     given = reader.optional_integers("no_rope_layers")
     if given is None or (empty_is_absent and not given):
-        return [not stands_still for stands_still in every(interval, num_layers)]
+        return all_but(interval, num_layers)
     if len(given) < num_layers:
         reader.problem(f"no_rope_layers has {len(given)} entries, num_hidden_layers={num_layers}")
     return [flag != 0 for flag in (given + [1] * num_layers)[:num_layers]]
@@ -90,3 +90,9 @@ def no_rope_layers(architecture: ArchitectureConfig) -> list[int]:
 def window_of(layers: Sequence[LayerSpec]) -> int | None:
     """The window, or the chunk's length, of the layers that have one."""
     return next((layer.window for layer in layers if layer.window is not None), None)
+
+
+def layers_with(architecture: ArchitectureConfig, feed_forward: str) -> tuple[int, ...]:
+    """Indices of the dense or of the routed layers."""
+    kinds = [layer.feed_forward for layer in architecture.layers]
+    return tuple(index for index, kind in enumerate(kinds) if kind == feed_forward)

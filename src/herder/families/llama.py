@@ -5,14 +5,14 @@ Biases, where there are any, are on q, k, v and o alike; so are those of the fee
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense
+from herder.families import keys, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
-DEFAULTS = dense.ClassDefaults(max_position_embeddings=2048)
+HF_CLASS = keys.HfClass(max_position_embeddings=2048, attention_bias=False, mlp_bias=False)
 """Source: transformers 5.24, LlamaConfig."""
 
 
@@ -27,22 +27,7 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
             f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}; "
             "Llama requires it even where head_dim is given"
         )
-    has_attention_bias = reader.boolean("attention_bias", False)
-    return dense.read(
-        reader,
-        DEFAULTS,
-        attention={"qkv_bias": has_attention_bias, "output_bias": has_attention_bias},
-        mlp_bias=reader.boolean("mlp_bias", False),
-    )
-
-
-def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Keys of a config.json."""
-    return {
-        **dense.write(architecture),
-        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
-        "mlp_bias": dense.mlp_of(architecture).bias,
-    }
+    return keys.read(reader, HF_CLASS)
 
 
 FAMILIES = (
@@ -50,8 +35,8 @@ FAMILIES = (
         name="llama",
         architectures=("LlamaForCausalLM",),
         read=read,
-        to_hf=to_hf,
-        weight_rules=dense.decoder_rules,
-        tiny={**dense.TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},
+        to_hf=partial(keys.write, hf_class=HF_CLASS),
+        weight_rules=names.decoder_rules,
+        tiny={**keys.TINY, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6},
     ),
 )

@@ -9,17 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense, layer_types, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.weights import WeightRules
 
-DEFAULTS = dense.ClassDefaults(
+HF_CLASS = keys.HfClass(
     max_position_embeddings=131_072,
     rms_norm_eps=1e-5,
     num_key_value_heads=8,
     head_dim=128,
     rope_theta=5e5,
+    attention_bias=False,
+    mlp_width="intermediate_size_mlp",
+    expert_width="intermediate_size",
+    expert_counts=("num_local_experts", "num_experts"),
 )
 """Source: transformers 5.24, Llama4TextConfig."""
 
@@ -45,36 +49,29 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     with_experts = reader.optional_integers("moe_layers")
     if with_experts is None:
         with_experts = range(step - 1, len(layers), step)
-    has_bias = reader.boolean("attention_bias", False)
-    moe = routed.read_experts(
+    return keys.read(
         reader,
-        width_key="intermediate_size",
-        shared_expert_intermediate_size=reader.integer("intermediate_size"),
-        scoring="sigmoid",
-        normalize_weights=False,
-        choose_by_logits=True,
-        weight_on_input=True,
-    )
-    return dense.read(
-        reader,
-        DEFAULTS,
+        HF_CLASS,
         layers=layers,
         routed=with_experts,
         attention={
-            "qkv_bias": has_bias,
-            "output_bias": has_bias,
             "qk_norm": "weightless" if reader.boolean("use_qk_norm", True) else "none",
             "temperature": temperature if tuning else None,
         },
         rope={"interleaved": True},
-        moe=moe,
-        mlp_key="intermediate_size_mlp",
+        moe={
+            "shared_expert_intermediate_size": reader.integer("intermediate_size"),
+            "scoring": "sigmoid",
+            "normalize_weights": False,
+            "choose_by_logits": True,
+            "weight_on_input": True,
+        },
     )
 
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    attention, mlp = dense.grouped_attention_of(architecture), architecture.mlp
+    attention = keys.attention_of(architecture)
     temperature = attention.temperature
     tuning = (
         {}
@@ -85,16 +82,8 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         }
     )
     return {
-        **dense.write(architecture),
-        **routed.write_experts(
-            architecture,
-            count_key="num_local_experts",
-            width_key="intermediate_size",
-            has_aux_loss=False,
-        ),
-        **({} if mlp is None else {"intermediate_size_mlp": mlp.intermediate_size}),
-        "moe_layers": list(dense.layers_with(architecture, "routed")),
-        "attention_bias": attention.output_bias,
+        **keys.write(architecture, HF_CLASS),
+        "moe_layers": list(layer_types.layers_with(architecture, "routed")),
         "attention_chunk_size": layer_types.window_of(architecture.layers),
         "layer_types": layer_types.write(architecture),
         "no_rope_layers": layer_types.no_rope_layers(architecture),
@@ -106,22 +95,13 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: experts are stacked, inputs before outputs, gate before up."""
-    moe = routed.experts_of(architecture)
-    width = moe.expert_intermediate_size
-    linears = [
-        ("feed_forward.router", "feed_forward.router", False),
-        *routed.shared_linears(moe, "feed_forward.shared_expert"),
-    ]
-    return dense.decoder_rules(
+    width = keys.experts_of(architecture).expert_intermediate_size
+    return names.decoder_rules(
         architecture,
-        *dense.in_layers(linears, layers=dense.layers_with(architecture, "routed")),
-        *routed.stacked_rules(
-            architecture,
-            "feed_forward.experts",
-            gate=slice(0, width),
-            up=slice(width, 2 * width),
-        ),
         block="feed_forward",
+        router="router",
+        shared="shared_expert",
+        fused=(slice(0, width), slice(width, 2 * width)),
     )
 
 
@@ -133,7 +113,7 @@ FAMILIES = (
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 40,
             "intermediate_size": 28,
             "intermediate_size_mlp": 72,

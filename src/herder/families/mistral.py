@@ -11,16 +11,22 @@ from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense, layer_types, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
-MISTRAL_DEFAULTS = dense.ClassDefaults(max_position_embeddings=131_072, num_key_value_heads=8)
-MINISTRAL3_DEFAULTS = dense.ClassDefaults(
+MISTRAL_CLASS = keys.HfClass(max_position_embeddings=131_072, num_key_value_heads=8)
+MINISTRAL3_CLASS = keys.HfClass(
     max_position_embeddings=262_144, rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128
 )
-MIXTRAL_DEFAULTS = dense.ClassDefaults(
-    max_position_embeddings=131_072, rms_norm_eps=1e-5, num_key_value_heads=8, rope_theta=1e6
+MIXTRAL_CLASS = keys.HfClass(
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    num_key_value_heads=8,
+    rope_theta=1e6,
+    router_aux_loss_coef=0.001,
+    expert_width="intermediate_size",
+    expert_counts=("num_local_experts", "num_experts"),
 )
 WINDOW = 4096
 """Source: transformers 5.24, MistralConfig, MinistralConfig, Ministral3Config, MixtralConfig."""
@@ -34,7 +40,7 @@ def read_mistral(reader: ConfigReader) -> ArchitectureConfig:
     window = reader.optional_integer("sliding_window", WINDOW)
     default = [True] * reader.integer("num_hidden_layers")
     layers = layer_types.read_layers(reader, default, window=window)
-    return dense.read(reader, MISTRAL_DEFAULTS, layers=layers)
+    return keys.read(reader, MISTRAL_CLASS, layers=layers)
 
 
 def mistral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
@@ -43,14 +49,15 @@ def mistral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         {"layer_types": layer_types.write(architecture)} if len({*architecture.layers}) > 1 else {}
     )
     window = layer_types.window_of(architecture.layers)
-    return {**dense.write(architecture), "sliding_window": window, **mixed}
+    return {**keys.write(architecture, MISTRAL_CLASS), "sliding_window": window, **mixed}
 
 
 def ministral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; transformers needs a window there, though no layer may slide."""
     window = layer_types.window_of(architecture.layers) or WINDOW
     types = layer_types.write(architecture)
-    return {**dense.write(architecture), "sliding_window": window, "layer_types": types}
+    written = keys.write(architecture, MISTRAL_CLASS)
+    return {**written, "sliding_window": window, "layer_types": types}
 
 
 def read_ministral3(reader: ConfigReader) -> ArchitectureConfig:
@@ -68,22 +75,22 @@ def read_ministral3(reader: ConfigReader) -> ArchitectureConfig:
     }
     hot = tuple(layer.model_copy(update={"temperature": True}) for layer in layers)
     attention = {"temperature": temperature}
-    return dense.read(reader, MINISTRAL3_DEFAULTS, layers=hot, attention=attention)
+    return keys.read(reader, MINISTRAL3_CLASS, layers=hot, attention=attention)
 
 
 def ministral3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json; scaling and temperature share a section."""
-    keys = dense.write(architecture)
-    temperature = dense.grouped_attention_of(architecture).temperature
+    written = keys.write(architecture, MINISTRAL3_CLASS)
+    temperature = keys.attention_of(architecture).temperature
     assert temperature is not None, "Ministral 3 has a query temperature"
-    section = {"rope_type": "default", **(keys.pop("rope_scaling") or {})}
+    section = {"rope_type": "default", **(written.pop("rope_scaling") or {})}
     section |= {
-        "rope_theta": keys.pop("rope_theta"),
+        "rope_theta": written.pop("rope_theta"),
         "original_max_position_embeddings": temperature.floor_tokens,
         _BETA: temperature.scale,
     }
     return {
-        **keys,
+        **written,
         "rope_parameters": section,
         "sliding_window": layer_types.window_of(architecture.layers),
     }
@@ -94,28 +101,19 @@ def read_mixtral(reader: ConfigReader) -> ArchitectureConfig:
     # Noise on the inputs of the router in transformers' training.
     reader.ignore("router_jitter_noise")
     layers = layer_types.equal_layers(reader, reader.optional_integer("sliding_window"))
-    moe = routed.read_experts(
-        reader,
-        width_key="intermediate_size",
-        aux_loss=0.001,
-        scoring="softmax",
-        normalize_weights=True,
-    )
-    return dense.read(reader, MIXTRAL_DEFAULTS, layers=layers, moe=moe)
+    moe = {"scoring": "softmax", "normalize_weights": True}
+    return keys.read(reader, MIXTRAL_CLASS, layers=layers, moe=moe)
 
 
 def mixtral_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
-        **dense.write(architecture),
-        **routed.write_experts(
-            architecture, count_key="num_local_experts", width_key="intermediate_size"
-        ),
+        **keys.write(architecture, MIXTRAL_CLASS),
         "sliding_window": layer_types.window_of(architecture.layers),
     }
 
 
-_TINY = {**dense.TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
+_TINY = {**keys.TINY, "hidden_size": 40, "intermediate_size": 88, "head_dim": 16}
 
 FAMILIES = (
     Family(
@@ -123,7 +121,7 @@ FAMILIES = (
         architectures=("MistralForCausalLM",),
         read=read_mistral,
         to_hf=mistral_to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={**_TINY, "sliding_window": 8},
     ),
     Family(
@@ -131,7 +129,7 @@ FAMILIES = (
         architectures=("MinistralForCausalLM",),
         read=read_mistral,
         to_hf=ministral_to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={
             **_TINY,
             "sliding_window": 8,
@@ -143,7 +141,7 @@ FAMILIES = (
         architectures=("Ministral3ForCausalLM",),
         read=read_ministral3,
         to_hf=ministral3_to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={
             **{key: value for key, value in _TINY.items() if key != "rope_theta"},
             "rope_parameters": {
@@ -166,7 +164,7 @@ FAMILIES = (
         read=read_mixtral,
         to_hf=mixtral_to_hf,
         weight_rules=partial(
-            routed.decoder_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")
+            names.decoder_rules, block="block_sparse_moe", projections=("w1", "w3", "w2")
         ),
         tiny={**_TINY, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),

@@ -7,12 +7,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense, layer_types
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 from herder.families.weights import WeightRule, WeightRules
 
-DEFAULTS = dense.ClassDefaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
+HF_CLASS = keys.HfClass(max_position_embeddings=4096, rms_norm_eps=1e-5)
 ORIGINAL_WINDOW = 4096
 """Source: transformers 5.24, Phi3Config."""
 
@@ -25,9 +25,9 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         reader.neutral(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):
         reader.neutral(key, 1)
-    return dense.read(
+    return keys.read(
         reader,
-        DEFAULTS,
+        HF_CLASS,
         layers=layer_types.equal_layers(reader, reader.optional_integer("sliding_window")),
         rope={"original": ORIGINAL_WINDOW, "rotates_part": True},
     )
@@ -38,8 +38,8 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     rope = architecture.ropes[0]
     window = getattr(rope.scaling, _ORIGINAL, ORIGINAL_WINDOW)
     return {
-        **dense.write(architecture),
-        _SHARE: rope.rotary_dim / dense.grouped_attention_of(architecture).head_dim,
+        **keys.write(architecture, HF_CLASS),
+        _SHARE: rope.rotary_dim / keys.attention_of(architecture).head_dim,
         _ORIGINAL: window,
         "sliding_window": layer_types.window_of(architecture.layers),
     }
@@ -47,12 +47,11 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 def weight_rules(architecture: ArchitectureConfig) -> WeightRules:
     """Weight names: the outputs of fused matrices follow each other."""
-    attention, width = (
-        dense.grouped_attention_of(architecture),
-        dense.mlp_of(architecture).intermediate_size,
-    )
+    attention, mlp = keys.attention_of(architecture), architecture.mlp
+    assert mlp is not None, "its layers are dense"
+    width = mlp.intermediate_size
     heads = (attention.num_attention_heads, *[attention.num_key_value_heads] * 2)
-    return dense.decoder_rules(
+    return names.decoder_rules(
         architecture,
         *_fused(
             "self_attn.qkv_proj",
@@ -86,7 +85,7 @@ FAMILIES = (
         to_hf=to_hf,
         weight_rules=weight_rules,
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 64,
             "intermediate_size": 88,
             "pad_token_id": None,

@@ -9,18 +9,24 @@ dense, on even layers below it in Qwen2-MoE, on all layers in Qwen3-MoE.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, LayerSpec
-from herder.families import dense, layer_types, routed
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
-DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768)
-QWEN3_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, head_dim=128)
-QWEN2_MOE_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=16)
-QWEN3_MOE_DEFAULTS = dense.ClassDefaults(max_position_embeddings=32_768, num_key_value_heads=4)
+HF_CLASS = keys.HfClass(max_position_embeddings=32_768)
+QWEN3_CLASS = replace(HF_CLASS, head_dim=128, attention_bias=False)
+QWEN2_MOE_CLASS = replace(
+    HF_CLASS,
+    num_key_value_heads=16,
+    router_aux_loss_coef=0.001,
+    expert_width="moe_intermediate_size",
+)
+QWEN3_MOE_CLASS = replace(QWEN2_MOE_CLASS, num_key_value_heads=4, attention_bias=False)
 WINDOW = 4096
 FIRST_WINDOW_LAYER = 28
 """Source: transformers 5.24, Qwen2Config, Qwen3Config, Qwen2MoeConfig and Qwen3MoeConfig."""
@@ -30,30 +36,28 @@ _SHARED_WIDTH = "shared_expert_intermediate_size"
 
 def read_qwen2(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen2ForCausalLM."""
-    return dense.read(reader, DEFAULTS, layers=_read_layers(reader), attention={"qkv_bias": True})
+    return keys.read(reader, HF_CLASS, layers=_read_layers(reader), attention={"qkv_bias": True})
 
 
 def read_qwen3(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3ForCausalLM."""
-    attention = _read_qwen3_attention(reader)
-    return dense.read(reader, QWEN3_DEFAULTS, layers=_read_layers(reader), attention=attention)
+    return keys.read(
+        reader, QWEN3_CLASS, layers=_read_layers(reader), attention={"qk_norm": "head"}
+    )
 
 
 def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen2MoeForCausalLM."""
     layers = _read_layers(reader, lambda index, limit: index % 2 == 0 and index < limit)
-    moe = _read_moe(
+    width = reader.integer(_SHARED_WIDTH)
+    shared = {"shared_expert_intermediate_size": width, "shared_expert_gate": True}
+    return keys.read(
         reader,
-        shared_expert_intermediate_size=reader.integer(_SHARED_WIDTH),
-        shared_expert_gate=True,
-    )
-    return dense.read(
-        reader,
-        QWEN2_MOE_DEFAULTS,
+        QWEN2_MOE_CLASS,
         layers=layers,
         routed=_read_routed(reader),
         attention={"qkv_bias": reader.boolean("qkv_bias", True)},
-        moe=moe,
+        moe={**_read_scores(reader), **shared},
     )
 
 
@@ -61,19 +65,14 @@ def read_qwen3_moe(reader: ConfigReader) -> ArchitectureConfig:
     """The architecture of a Qwen3MoeForCausalLM; absent heads are hidden_size / heads wide."""
     reader.ignore("max_window_layers")
     layers = layer_types.equal_layers(reader, _read_window(reader))
-    return dense.read(
+    return keys.read(
         reader,
-        QWEN3_MOE_DEFAULTS,
+        QWEN3_MOE_CLASS,
         layers=layers,
         routed=_read_routed(reader),
-        attention=_read_qwen3_attention(reader),
-        moe=_read_moe(reader),
+        attention={"qk_norm": "head"},
+        moe=_read_scores(reader),
     )
-
-
-def _read_qwen3_attention(reader: ConfigReader) -> dict[str, Any]:
-    has_bias = reader.boolean("attention_bias", False)
-    return {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": "head"}
 
 
 def _read_window(reader: ConfigReader) -> int | None:
@@ -104,19 +103,17 @@ def _read_routed(reader: ConfigReader) -> set[int]:
     return {*range(step - 1, reader.integer("num_hidden_layers"), step)} - {*dense}
 
 
-def _read_moe(reader: ConfigReader, **shared: Any) -> dict[str, Any]:
+def _read_scores(reader: ConfigReader) -> dict[str, Any]:
     normalizes = reader.boolean("norm_topk_prob", False)
-    return routed.read_experts(
-        reader, aux_loss=0.001, scoring="softmax", normalize_weights=normalizes, **shared
-    )
+    return {"scoring": "softmax", "normalize_weights": normalizes}
 
 
-def qwen2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+def _to_hf(architecture: ArchitectureConfig, hf_class: keys.HfClass) -> dict[str, Any]:
     """Keys of a config.json: layer_types say it all, max_window_layers repeats them if it can."""
     window = layer_types.window_of(architecture.layers)
     slides = [layer.attention == "sliding" for layer in architecture.layers]
     return {
-        **dense.write(architecture),
+        **keys.write(architecture, hf_class),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": slides.index(True) if any(slides) else architecture.num_layers,
@@ -124,41 +121,34 @@ def qwen2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def qwen3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Keys of a config.json."""
-    attention_bias = dense.grouped_attention_of(architecture).output_bias
-    return {**qwen2_to_hf(architecture), "attention_bias": attention_bias}
-
-
 def qwen2_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
-        **qwen2_to_hf(architecture),
-        **_moe_to_hf(architecture),
-        "qkv_bias": dense.grouped_attention_of(architecture).qkv_bias,
-        _SHARED_WIDTH: routed.experts_of(architecture).shared_expert_intermediate_size,
+        **_moe_to_hf(architecture, QWEN2_MOE_CLASS),
+        "qkv_bias": keys.attention_of(architecture).qkv_bias,
+        _SHARED_WIDTH: keys.experts_of(architecture).shared_expert_intermediate_size,
     }
 
 
 def qwen3_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
-    keys = {**qwen3_to_hf(architecture), **_moe_to_hf(architecture)}
-    del keys["layer_types"]
-    return keys
+    written = _moe_to_hf(architecture, QWEN3_MOE_CLASS)
+    del written["layer_types"]
+    return written
 
 
-def _moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+def _moe_to_hf(architecture: ArchitectureConfig, hf_class: keys.HfClass) -> dict[str, Any]:
     return {
-        **routed.write_experts(architecture),
-        "norm_topk_prob": routed.experts_of(architecture).normalize_weights,
+        **_to_hf(architecture, hf_class),
+        "norm_topk_prob": keys.experts_of(architecture).normalize_weights,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(dense.layers_with(architecture, "dense")),
+        "mlp_only_layers": list(layer_types.layers_with(architecture, "dense")),
     }
 
 
-_moe_rules = partial(routed.decoder_rules, shared="shared_expert")
+_moe_rules = partial(names.decoder_rules, shared="shared_expert")
 _TINY_MOE = {
-    **dense.TINY,
+    **keys.TINY,
     "num_hidden_layers": 3,
     "intermediate_size": 72,
     "moe_intermediate_size": 28,
@@ -171,10 +161,10 @@ FAMILIES = (
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
         read=read_qwen2,
-        to_hf=qwen2_to_hf,
-        weight_rules=dense.decoder_rules,
+        to_hf=partial(_to_hf, hf_class=HF_CLASS),
+        weight_rules=names.decoder_rules,
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 56,
             "intermediate_size": 72,
             "num_hidden_layers": 3,
@@ -188,9 +178,9 @@ FAMILIES = (
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
         read=read_qwen3,
-        to_hf=qwen3_to_hf,
-        weight_rules=dense.decoder_rules,
-        tiny={**dense.TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
+        to_hf=partial(_to_hf, hf_class=QWEN3_CLASS),
+        weight_rules=names.decoder_rules,
+        tiny={**keys.TINY, "hidden_size": 48, "intermediate_size": 104, "head_dim": 16},
     ),
     Family(
         name="qwen2_moe",

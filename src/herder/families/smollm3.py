@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig
-from herder.families import dense, layer_types
+from herder.families import keys, layer_types, names
 from herder.families.family import Family
 from herder.families.reading import ConfigReader
 
-DEFAULTS = dense.ClassDefaults(
+HF_CLASS = keys.HfClass(
     max_position_embeddings=32_768,
     num_key_value_heads=4,
     rope_theta=2e6,
     tie_word_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
 )
 """Source: transformers 5.24, SmolLM3Config."""
 
@@ -27,23 +29,14 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     layers = layer_types.read_layers(
         reader, [not rotates for rotates in rotating], window=window if is_on else None
     )
-    has_bias = reader.boolean("attention_bias", False)
-    return dense.read(
-        reader,
-        DEFAULTS,
-        layers=layer_types.with_rotation(layers, rotating),
-        attention={"qkv_bias": has_bias, "output_bias": has_bias},
-        mlp_bias=reader.boolean("mlp_bias", False),
-    )
+    return keys.read(reader, HF_CLASS, layers=layer_types.with_rotation(layers, rotating))
 
 
 def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     window = layer_types.window_of(architecture.layers)
     return {
-        **dense.write(architecture),
-        "attention_bias": dense.grouped_attention_of(architecture).output_bias,
-        "mlp_bias": dense.mlp_of(architecture).bias,
+        **keys.write(architecture, HF_CLASS),
         "no_rope_layers": layer_types.no_rope_layers(architecture),
         "layer_types": layer_types.write(architecture),
         "use_sliding_window": window is not None,
@@ -57,9 +50,9 @@ FAMILIES = (
         architectures=("SmolLM3ForCausalLM",),
         read=read,
         to_hf=to_hf,
-        weight_rules=dense.decoder_rules,
+        weight_rules=names.decoder_rules,
         tiny={
-            **dense.TINY,
+            **keys.TINY,
             "hidden_size": 48,
             "intermediate_size": 80,
             "num_hidden_layers": 4,

@@ -98,7 +98,7 @@ def measured_bytes(console: Console, precision: str, num_ranks: int, num_tokens:
     limits = {"timeout_seconds": 600.0, "num_threads": threads}
     told = run_on_ranks(peak_of_step, num_ranks, precision, num_ranks, num_tokens, **limits)
     console.print(
-        f"longest {precision}, {num_ranks} ranks, {num_tokens:,} tokens: {max(told) / 1e9:.2f} GB"
+        f"longest {precision}, cp {num_ranks}: {num_tokens:,} tokens, {max(told) / 1e9:.2f} GB"
     )
     return max(told)
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from herder.parallel.ranks import run_on_ranks
 
 LIMIT_BYTES = 10**9
-STEP_TOKENS = 256
+STEP_TOKENS = 128
 """Of a rank: lengths are multiples of this times the ranks."""
 MODEL = {
     **cases.DENSE,
@@ -44,15 +44,13 @@ def compare(console: Console, precision: str, arguments: argparse.Namespace) -> 
     """A row for each number of ranks."""
     del arguments
     table = Table(title=f"longest {precision}: sequence trained in 1 GB a rank")
-    for heading in ("ranks", "tokens", "of one rank's", "peak GB", "of one step more"):
+    for heading in ("ranks", "tokens", "of one rank's", "peak GB", "of the next length"):
         table.add_column(heading, justify="right")
     rows = []
     for num_ranks in (1, 2, 4):
         measure = partial(measured_bytes, console, precision, num_ranks)
-        peaks = search(measure, STEP_TOKENS * num_ranks)
-        tokens = max(length for length, peak in peaks.items() if peak <= LIMIT_BYTES)
+        tokens, peak, next_peak = search(measure, STEP_TOKENS * num_ranks)
         first = rows[0]["tokens"] if rows else tokens
-        more = peaks[tokens + STEP_TOKENS * num_ranks]
         rows.append(
             {
                 "work": "longest",
@@ -60,8 +58,8 @@ def compare(console: Console, precision: str, arguments: argparse.Namespace) -> 
                 "setting": f"cp {num_ranks}",
                 "tokens": tokens,
                 "ratio_to_one_rank": tokens / first,
-                "peak_gb": peaks[tokens] / 1e9,
-                "peak_gb_of_one_step_more": more / 1e9,
+                "peak_gb": peak / 1e9,
+                "peak_gb_of_next_length": next_peak / 1e9,
             }
         )
         _, _, _, *numbers = rows[-1].values()
@@ -71,18 +69,18 @@ def compare(console: Console, precision: str, arguments: argparse.Namespace) -> 
     return rows
 
 
-def search(measure: Callable[[int], int], step: int) -> dict[int, int]:
-    """Peaks by length, among them those of the longest that fits and of one step more.
+def search(measure: Callable[[int], int], step: int) -> tuple[int, int, int]:
+    """(the last length before one that exceeds the limit, its peak, the next one's peak).
 
     Memory is all but linear in the length, so the next one to try is where the line through the two
     longest would meet the limit.
     """
-    peaks = {length: measure(length) for length in (4 * step, 8 * step)}
+    peaks = {length: measure(length) for length in (8 * step, 16 * step)}
     while True:
-        fitting = max((n for n, peak in peaks.items() if peak <= LIMIT_BYTES), default=0)
         exceeding = min((n for n, peak in peaks.items() if peak > LIMIT_BYTES), default=None)
+        fitting = max((n for n in peaks if exceeding is None or n < exceeding), default=0)
         if exceeding == fitting + step:
-            return peaks
+            return fitting, peaks[fitting], peaks[exceeding]
         (short, less), (long, most) = sorted(peaks.items())[-2:]
         slope = max(most - less, 1) / (long - short)
         guess = long + (LIMIT_BYTES - most) / slope

@@ -80,8 +80,8 @@ def _layouts(
     dp, rest = divmod(request.cluster.num_gpus, tp * pp * cp)
     if rest or pp > architecture.num_layers:
         return
-    degrees, fast = legal_expert_degrees(architecture, dp), fast_domain_size(request.cluster)
-    near = [ep for ep in degrees if ep == 1 or ep * tp * cp <= fast]
+    degrees, fast = legal_expert_degrees(architecture, dp * cp), fast_domain_size(request.cluster)
+    near = [ep for ep in degrees if ep == 1 or ep * tp <= fast]
     far = degrees[len(near) :]
     stages: tuple[ZeroStage, ...] = tuple(zero_stages) if dp * cp > 1 else (0,)
     whole = tuple(stage for stage in stages if stage < 3)

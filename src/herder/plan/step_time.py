@@ -276,14 +276,15 @@ class _Stage:
         return max(0.0, group.seconds(ring * 3, 3 * layers) - self.attention)
 
     def _expert_parallel(self) -> float:
-        """Dispatch and combine in each pass: all-to-all of k copies of each token."""
+        """Dispatch and combine in each pass: all-to-all of k copies of each token, between ranks
+        that are neighbours but for TP."""
         layout, moe = self.candidate.layout, self.candidate.request.sizes.architecture.moe
         if moe is None or layout.expert_parallel_size == 1:
             return 0.0
         routed = sum(n for layer, n in self.layers.items() if layer.feed_forward == "routed")
         calls = 2 * routed * (3 if self.candidate.recompute == "full" else 2)
         tp = layout.tensor_parallel_size
-        group = self.group(layout.expert_parallel_size, tp * layout.context_parallel_size)
+        group = self.group(layout.expert_parallel_size, tp)
         copies = self.residual_bytes / tp * moe.num_experts_per_token
         return group.exchange_seconds(calls * copies, calls)
 

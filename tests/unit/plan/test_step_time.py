@@ -36,12 +36,13 @@ def step(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     ep: int = 1,
     zero_stage: int = 1,
     **given: Any,
 ) -> StepTimeSeconds:
-    dp = on.num_gpus // (tp * pp)
-    layout = make_layout(tp=tp, pp=pp, dp=dp, cp=1, ep=ep, zero_stage=zero_stage)
+    dp = on.num_gpus // (tp * pp * cp)
+    layout = make_layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero_stage=zero_stage)
     workload = {"micro_batch_size": 1, "num_micro_batches": 8, "recompute": "none", **given}
     return simulate_step(
         Candidate(Request(ModelSizes(architecture), on, train), layout, **workload)
@@ -151,6 +152,13 @@ def test_rows_travel_to_their_experts_and_back_in_each_pass(published: Published
     one_micro_batch = group.exchange_seconds(exchanges * sent, exchanges)
     assert once.expert_parallel == pytest.approx(8 * one_micro_batch)
     assert again.expert_parallel == pytest.approx(1.5 * once.expert_parallel)
+
+
+def test_rows_stay_in_the_node_where_ranks_share_sequences(published: Published) -> None:
+    """Experts are spread over the innermost ranks of dp and cp together, so that a node has all."""
+    at_once = cluster(2).model_copy(update={"intra_node_latency_microseconds": 1e-6})
+    whole, half = (step(published("qwen3-30b-a3b"), at_once, cp=cp, ep=8) for cp in (1, 2))
+    assert half.expert_parallel == pytest.approx(whole.expert_parallel / 2)
 
 
 def test_ranks_with_the_same_experts_reduce_them_over_one_link_a_device(

@@ -10,7 +10,10 @@ from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import gpu
 from herder.config.run import ClusterConfig, LayoutConfig, TrainConfig
 from herder.errors import PlanError
+from herder.plan.candidate import Request
 from herder.plan.layout import MAX_DATA_PARALLEL_RANKS
+from herder.plan.search import layouts_by_simplicity
+from herder.plan.stages import ModelSizes
 from herder.plan.training import Objective, TrainingPlan, plan_model_training, plan_training
 
 Published = Callable[[str], ArchitectureConfig]
@@ -110,6 +113,20 @@ def test_a_mixture_of_experts_spreads_them_before_it_gathers_them(
     plan = plan_model_training(published(name), on, model=name)
     assert (plan.layout.expert_parallel_size, plan.layout.zero_stage) == (ep, zero_stage)
     assert plan.layout.tensor_parallel_size == plan.layout.pipeline_parallel_size == 1
+
+
+def test_experts_are_spread_within_nodes_first_where_ranks_share_sequences(
+    published: Published,
+) -> None:
+    train = TrainConfig(sequence_length=8192)
+    request = Request(ModelSizes(published("mixtral-8x7b")), cluster(2, 4), train)
+    shared = [
+        (layout.zero_stage, layout.expert_parallel_size)
+        for layout in layouts_by_simplicity(request)
+        if (layout.context_parallel_size, layout.tensor_parallel_size) == (2, 1)
+    ]
+    near = [(stage, ep) for stage in (1, 2) for ep in (1, 2, 4)]
+    assert shared == [*near, (1, 8), (2, 8), (3, 1), (3, 2), (3, 4), (3, 8)]
 
 
 def test_the_state_of_modules_follows_how_they_are_shared_out(published: Published) -> None:

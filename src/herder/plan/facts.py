@@ -22,6 +22,8 @@ def training_facts(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         stages = f", stages of {_runs(plan.layers_per_stage)} layers ({plan.pipeline_schedule})"
     context = f", context by {plan.context_method}" if layout.context_parallel_size > 1 else ""
     yield "layout", f"{layout.told()}{stages}{context}"
+    yield "shape", plan.distribution_shape
+    yield "why", plan.layout_reason
     yield (
         "precision",
         f"{plan.precision.compute} compute, {plan.precision.parameters} parameters, "

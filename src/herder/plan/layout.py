@@ -1,6 +1,6 @@
 """Which layouts exist: degrees that divide the model and the cluster, and why the others do not.
 
-Owns legality and its reasons; cost and memory are priced elsewhere.
+Owns legality and its reasons, and the names of shapes; cost and memory are priced elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention
+from herder.config.architecture import ArchitectureConfig, GroupedQueryAttention, LatentAttention
 from herder.config.catalog import cluster_gpu
 from herder.config.record import Record
 from herder.config.run import ClusterConfig, ContextMethod
@@ -26,6 +26,41 @@ products of 8,192 tokens 0.09 s (at 60 % of an H100's peak): links decide, whate
 At 512 ranks the hops take 5 ms. The global batch must also hold a sequence for each rank, and each
 group fails as one. Llama 3 405B trained on 16,384 GPUs in groups of 128, arXiv:2407.21783, table 4;
 ZeRO's authors measured up to 400 GPUs, arXiv:1910.02054, section 10."""
+
+DistributionShape = Literal[
+    "single-GPU dense",
+    "single-GPU MoE",
+    "DP dense",
+    "DP MoE",
+    "PP dense",
+    "PP MoE",
+    "TP dense",
+    "TP MoE",
+    "DP attention + EP MoE",
+    "MLA + MoE",
+]
+
+
+def distribution_shape(
+    architecture: ArchitectureConfig, *, tp: int, pp: int, ep: int, dp: int = 1
+) -> DistributionShape:
+    """The name of how such a model is spread over devices by these degrees.
+
+    dp: ranks that train one model on tokens of their own; replicas that serve are not counted.
+    """
+    is_moe = architecture.moe is not None
+    if is_moe and max(tp, pp, ep) > 1:
+        if isinstance(architecture.attention, LatentAttention):
+            return "MLA + MoE"
+        if ep > 1:
+            return "DP attention + EP MoE"
+    if tp > 1:
+        return "TP MoE" if is_moe else "TP dense"
+    if pp > 1:
+        return "PP MoE" if is_moe else "PP dense"
+    if dp > 1:
+        return "DP MoE" if is_moe else "DP dense"
+    return "single-GPU MoE" if is_moe else "single-GPU dense"
 
 
 class Layout(Record):
@@ -68,6 +103,16 @@ class Layout(Record):
             "ep": self.expert_parallel_size,
             "tp": self.tensor_parallel_size,
         }
+
+    def shape(self, architecture: ArchitectureConfig) -> DistributionShape:
+        """The name of how it spreads such a model."""
+        return distribution_shape(
+            architecture,
+            tp=self.tensor_parallel_size,
+            pp=self.pipeline_parallel_size,
+            ep=self.expert_parallel_size,
+            dp=self.num_data_ranks,
+        )
 
     def told(self) -> str:
         """The degrees above 1 and the ZeRO stage, as people write them."""

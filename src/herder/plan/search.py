@@ -6,8 +6,9 @@ tried, and why a layout is refused; what a layout costs is priced by memory and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from typing import Literal
 
 from herder.config.record import Record
 from herder.config.run import LayoutConfig
@@ -44,7 +45,12 @@ class Rejected(Record):
     layout: str
     reason: str
 
+    def told(self) -> str:
+        """Both in words."""
+        return f"{self.layout} {self.reason}"
 
+
+ChosenBy = Literal["simplest", "fastest", "given"]
 Choice = tuple[Candidate | None, list[Rejected]]
 """What was chosen, and what was refused on the way."""
 
@@ -212,6 +218,45 @@ def _first(request: Request, layouts: Iterable[Layout], *, is_capped: bool) -> C
 def choose_simplest(request: Request) -> Choice:
     """The first layout in order of simplicity that satisfies memory and the cap."""
     return _first(request, layouts_by_simplicity(request), is_capped=True)
+
+
+_DEGREES = {
+    "CP": "context_parallel_size",
+    "TP": "tensor_parallel_size",
+    "PP": "pipeline_parallel_size",
+    "EP": "expert_parallel_size",
+    "ZeRO": "zero_stage",
+}
+"""As layouts_by_simplicity raises them, the last first; EP and ZeRO take turns."""
+
+
+def layout_reason(chosen: Candidate, rejected: Sequence[Rejected], chosen_by: ChosenBy) -> str:
+    """In words, why this layout and not its neighbours; `rejected` is what was refused for it."""
+    memory = training_memory(chosen)
+    if chosen_by == "simplest":
+        reasons = list(_without(chosen, rejected)) or ["The first one that was tried fits."]
+    elif chosen_by == "given":
+        reasons = ["The degrees are given."]
+        reasons += [f"Not with less ZeRO: {entry.told()}." for entry in rejected[-1:]]
+    else:
+        reasons = ["The fastest by simulation."]
+        reasons += [f"Next best: {entry.told()}." for entry in rejected[:1]]
+    needs = f"This one needs {memory.total:,.1f} GB, {memory.budget:,.1f} GB may be filled."
+    return " ".join([*reasons, needs])
+
+
+def _without(chosen: Candidate, rejected: Sequence[Rejected]) -> Iterator[str]:
+    """Of each degree above the least, the last layout that was refused with less of it, later ones
+    being equal: what comes nearest without."""
+    refused = list(zip(layouts_by_simplicity(chosen.request), rejected, strict=False))
+    for name, field in _DEGREES.items():
+        degree = getattr(chosen.layout, field)
+        less = [entry for layout, entry in refused if getattr(layout, field) < degree]
+        if less:
+            sign = "-" if name == "ZeRO" else " "
+            yield f"{name}{sign}{degree}: with less, {less[-1].told()}."
+        if name in ("CP", "TP", "PP"):
+            refused = [each for each in refused if getattr(each[0], field) == degree]
 
 
 def nearest_refusals(request: Request) -> str:

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Literal
 
 from herder.config.architecture import ArchitectureConfig, LatentAttention
 from herder.config.record import Record
 from herder.config.run import ClusterConfig
 from herder.errors import PlanError
 from herder.plan.flops import key_value_elements
-from herder.plan.layout import legal_tensor_degrees, smallest_cluster, tensor_degree_problem
+from herder.plan.layout import (
+    DistributionShape,
+    distribution_shape,
+    legal_tensor_degrees,
+    smallest_cluster,
+    tensor_degree_problem,
+)
 from herder.plan.parameters import active_parameter_count, parameter_count
 from herder.plan.serving_ways import Fit, ServingRequest, decode_seconds, fit, ways
 from herder.plan.stages import ModelSizes
@@ -31,15 +36,6 @@ RULE_MEMORY_SHARE = 0.6
 """Of the quick rule: weights fill three fifths of the GPUs, cache and activations the rest."""
 LONG_CONTEXT_TOKENS = 32_768
 """From here on the quick rule counts one sequence's cache too."""
-
-DistributionShape = Literal[
-    "single-GPU dense",
-    "single-GPU MoE",
-    "TP dense",
-    "TP MoE",
-    "DP attention + EP MoE",
-    "MLA + MoE",
-]
 
 
 class ServingLayout(Record):
@@ -163,7 +159,7 @@ def _assembled(request: ServingRequest, chosen: Fit, refused: list[Fit]) -> Serv
         active_parameters=active_parameter_count(architecture),
         cluster=cluster.model_copy(update={"gpu": gpu}),
         layout=layout,
-        distribution_shape=distribution_shape(architecture, layout),
+        distribution_shape=distribution_shape(architecture, tp=tp, pp=pp, ep=chosen.ep),
         weight_dtype=chosen.weight_format.name,
         kv_cache_dtype=chosen.cache,
         context_tokens=context,
@@ -193,20 +189,6 @@ def _layout(num_gpus: int, chosen: Fit) -> ServingLayout:
         data_parallel_size=num_gpus // replica * (replica // split),
         expert_parallel_size=chosen.ep,
     )
-
-
-def distribution_shape(
-    architecture: ArchitectureConfig, layout: ServingLayout
-) -> DistributionShape:
-    """The name of how such a model is spread over GPUs."""
-    is_moe = architecture.moe is not None
-    if layout.gpus_per_replica == 1:
-        return "single-GPU MoE" if is_moe else "single-GPU dense"
-    if not is_moe:
-        return "TP dense"
-    if isinstance(architecture.attention, LatentAttention):
-        return "MLA + MoE"
-    return "TP MoE" if layout.expert_parallel_size == 1 else "DP attention + EP MoE"
 
 
 def _notes(

@@ -17,7 +17,7 @@ from herder.errors import PlanError
 from herder.plan.allocated import StateBytes
 from herder.plan.candidate import FULL, Candidate, Precision, Recompute, Request
 from herder.plan.flops import TRAINING_PASSES, forward_flops_by_module
-from herder.plan.layout import Layout, context_method, smallest_cluster
+from herder.plan.layout import DistributionShape, Layout, context_method, smallest_cluster
 from herder.plan.memory import MemoryGb, even_state_bytes, training_memory
 from herder.plan.naive import NaiveDevice, naive_memory, num_naive_devices, one_driving_device
 from herder.plan.parameters import active_parameter_count, parameters_by_module
@@ -25,10 +25,12 @@ from herder.plan.pipeline import Schedule
 from herder.plan.reliability import Reliability, plan_reliability
 from herder.plan.search import (
     Choice,
+    ChosenBy,
     Rejected,
     choose_fastest,
     choose_given,
     choose_simplest,
+    layout_reason,
     nearest_refusals,
     tokens_per_second,
 )
@@ -72,12 +74,15 @@ class TrainingPlan(Record):
     """How a model is trained on a cluster. A run directory stores the plan it ran with."""
 
     model: str
-    objective: Literal["simplest", "fastest", "given"]
+    objective: ChosenBy
     parameters: int
     active_parameters: int
     cluster: ClusterConfig
     """With the device's figures in place of its catalog name."""
     layout: Layout
+    distribution_shape: DistributionShape
+    layout_reason: str
+    """Why this layout and not its neighbours, with the numbers."""
     mesh_axes: dict[str, int]
     layers_per_stage: tuple[int, ...]
     """Of each stage; some schedules have two stages a pipeline rank, one after the other ranks'."""
@@ -259,7 +264,7 @@ def _nothing_fits(request: Request) -> str:
 def _assembled(
     chosen: Candidate,
     *,
-    objective: Literal["simplest", "fastest", "given"],
+    objective: ChosenBy,
     rejected: tuple[Rejected, ...],
     adjustments: tuple[str, ...],
 ) -> TrainingPlan:
@@ -280,6 +285,8 @@ def _assembled(
         active_parameters=active_parameter_count(sizes.architecture),
         cluster=cluster,
         layout=layout,
+        distribution_shape=layout.shape(sizes.architecture),
+        layout_reason=layout_reason(chosen, rejected, objective),
         mesh_axes=layout.mesh_axes,
         layers_per_stage=sizes.layers_per_stage(layout.pipeline_parallel_size * chosen.chunks),
         pipeline_schedule=chosen.schedule,

@@ -34,6 +34,8 @@ def test_a_training_plan_fits_the_terminal_and_keeps_its_figures(
     text = " ".join(" ".join(lines).split())
     assert f"{plan.parameters:,}" in text
     assert plan.layout.told() in text
+    assert plan.distribution_shape in text
+    assert plan.layout_reason in text
     assert f"MFU {plan.model_flops_utilization:.1%}" in text
     for share in plan.modules:
         assert share.module.replace("_", "-") in text

@@ -129,6 +129,62 @@ def test_experts_are_spread_within_nodes_first_where_ranks_share_sequences(
     assert shared == [*near, (1, 8), (2, 8), (3, 1), (3, 2), (3, 4), (3, 8)]
 
 
+@pytest.mark.parametrize(
+    ("name", "on", "shape"),
+    [
+        ("smollm2-135m", cluster(1, 1), "single-GPU dense"),
+        ("llama-2-7b", NODE, "DP dense"),
+        ("olmoe", NODE, "DP MoE"),
+        ("llama-3.1-405b", cluster(2048), "TP dense"),
+        ("qwen3-30b-a3b", cluster(2), "DP attention + EP MoE"),
+    ],
+)
+def test_the_shape_of_a_plan_is_named(
+    name: str, on: ClusterConfig, shape: str, published: Published
+) -> None:
+    plan = plan_model_training(published(name), on, model=name)
+    assert plan.distribution_shape == shape
+
+
+def test_stages_alone_have_a_shape_of_their_own(published: Published) -> None:
+    given = LayoutConfig(pipeline_parallel_size=2)
+    on, train = cluster(1, 2), TrainConfig()
+    plan = plan_training(published("smollm2-135m"), on, train, given)
+    assert plan.distribution_shape == "PP dense"
+    assert plan.layout_reason.startswith("The degrees are given. This one needs ")
+
+
+def test_a_plan_says_what_would_not_do_with_less_of_each_degree(published: Published) -> None:
+    plan = plan_model_training(published("llama-3.1-405b"), cluster(2048), model="405b")
+    reason, memory = plan.layout_reason, plan.memory_gb
+    assert reason.startswith("TP 8: with less, DP 16,384, ZeRO-3 fits memory (72.9 GB), but")
+    assert " PP 4: with less, TP 8, PP 2, DP 1,024, ZeRO-3 fits memory" in reason
+    needs = f"This one needs {memory.total:.1f} GB, {memory.budget:.1f} GB may be filled."
+    assert reason.endswith(needs)
+
+
+def test_a_plan_says_which_stage_and_how_far_experts_are_spread(published: Published) -> None:
+    plan = plan_model_training(published("qwen3-30b-a3b"), NODE, model="qwen")
+    assert plan.layout.told() == "EP 2, DP 8, ZeRO-3"
+    for told in (
+        "EP 2: with less, DP 8, ZeRO-3 needs 73.7 GB a device, 73.6 GB may be filled.",
+        "ZeRO-3: with less, EP 8, DP 8, ZeRO-2 needs 79.5 GB a device, 73.6 GB may be filled.",
+    ):
+        assert told in plan.layout_reason
+
+
+def test_what_was_given_or_is_fastest_says_so(published: Published) -> None:
+    llama, train = published("llama-3-8b"), TrainConfig(sequence_length=8192, micro_batch_size=1)
+    plan = plan_training(llama, NODE, train, LayoutConfig())
+    (last,) = plan.rejected
+    told = f"The degrees are given. Not with less ZeRO: {last.layout} {last.reason}. This one"
+    assert plan.layout_reason.startswith(told)
+    plan = plan_model_training(llama, NODE, model="m", objective="fastest")
+    second = plan.rejected[0]
+    told = f"The fastest by simulation. Next best: {second.layout} {second.reason}. This one"
+    assert plan.layout_reason.startswith(told)
+
+
 def test_the_state_of_modules_follows_how_they_are_shared_out(published: Published) -> None:
     plan = plan_model_training(published("mixtral-8x7b"), cluster(4), model="mixtral-8x7b")
     assert plan.layout.told() == "EP 8, DP 32, ZeRO-1"

@@ -92,7 +92,7 @@ def test_a_documented_run_can_be_planned(words: list[str], monkeypatch, capsys) 
 
 def test_the_documents_show_commands_at_all() -> None:
     assert len(PLAN_LINES) >= 3
-    assert len(TRAIN_LINES) > len(RECIPE_LINES) > 3
+    assert len(TRAIN_LINES) > sum(words[0] == "train" for words in RECIPE_LINES) > 3
     assert len(HERDER_LINES) > len(PLAN_LINES)
 
 

@@ -37,6 +37,7 @@ HF_CLASS = keys.HfClass(
     num_key_value_heads=8,
     expert_width="moe_intermediate_size",
     expert_counts=("n_routed_experts",),
+    norm_topk_prob=True,
 )
 
 
@@ -48,7 +49,6 @@ def read(reader):
     moe = {
         "shared_expert_intermediate_size": width,
         "scoring": "sigmoid",
-        "normalize_weights": reader.boolean("norm_topk_prob", True),
         "correction_bias": True,
         "group_score": "top2_sum",
         "num_groups": reader.integer("n_group", 1),
@@ -71,7 +71,6 @@ def to_hf(architecture):
         "n_shared_experts": moe.shared_expert_intermediate_size // moe.expert_intermediate_size,
         "n_group": moe.num_groups,
         "topk_group": moe.num_groups_per_token,
-        "norm_topk_prob": moe.normalize_weights,
         "routed_scaling_factor": moe.routed_scaling_factor,
         "first_k_dense_replace": len(layer_types.layers_with(architecture, "dense")),
         "attention_bias": attention.qkv_bias,

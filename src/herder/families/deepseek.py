@@ -28,7 +28,7 @@ V2_CLASS = keys.HfClass(
     expert_width="moe_intermediate_size",
     expert_counts=("n_routed_experts", "num_experts", "num_local_experts"),
 )
-V3_CLASS = replace(V2_CLASS, max_position_embeddings=4096)
+V3_CLASS = replace(V2_CLASS, max_position_embeddings=4096, norm_topk_prob=True)
 """Source: transformers 5.24, DeepseekV2Config and DeepseekV3Config."""
 
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -58,7 +58,6 @@ def read_v3(reader: ConfigReader) -> ArchitectureConfig:
         reader,
         scaling=2.5,
         scoring="sigmoid",
-        normalize_weights=reader.boolean("norm_topk_prob", True),
         correction_bias=True,
         group_score="top2_sum",
         **_read_groups(reader),
@@ -132,23 +131,22 @@ def v2_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     moe = keys.experts_of(architecture)
     method = "group_limited_greedy" if moe.num_groups > 1 else "greedy"
-    return {**_to_hf(architecture), "topk_method": method}
+    return {**_to_hf(architecture, V2_CLASS), "topk_method": method}
 
 
 def v3_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
-        **_to_hf(architecture),
-        "norm_topk_prob": keys.experts_of(architecture).normalize_weights,
+        **_to_hf(architecture, V3_CLASS),
         "rope_interleave": architecture.ropes[0].interleaved,
         "num_nextn_predict_layers": 0,
     }
 
 
-def _to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
+def _to_hf(architecture: ArchitectureConfig, hf_class: keys.HfClass) -> dict[str, Any]:
     attention, moe = _latent_attention_of(architecture), keys.experts_of(architecture)
     shared_width = moe.shared_expert_intermediate_size or 0
-    written = keys.write(architecture, V2_CLASS)
+    written = keys.write(architecture, hf_class)
     scaling = architecture.ropes[0].scaling
     if isinstance(scaling, YarnScaling):
         written["rope_scaling"] |= _mscale_all_dim(attention, scaling.factor)

@@ -7,6 +7,7 @@ its sliding layers by a table of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from herder.config.architecture import ArchitectureConfig, RopeConfig
@@ -22,14 +23,7 @@ GEMMA2_CLASS = keys.HfClass(
     tie_word_embeddings=True,
     attention_bias=False,
 )
-GEMMA3_CLASS = keys.HfClass(
-    max_position_embeddings=131_072,
-    num_key_value_heads=4,
-    head_dim=256,
-    rope_theta=1e6,
-    tie_word_embeddings=True,
-    attention_bias=False,
-)
+GEMMA3_CLASS = replace(GEMMA2_CLASS, max_position_embeddings=131_072, rope_theta=1e6)
 LOCAL_THETA = 10_000.0
 WINDOW, PATTERN = 4096, 6
 QUERY_SCALAR = 256

@@ -17,6 +17,7 @@ from herder.families.reading import ConfigReader
 
 HF_CLASS = keys.HfClass(
     max_position_embeddings=4096,
+    norm_topk_prob=True,
     router_aux_loss_coef=0.0,
     expert_width="moe_intermediate_size",
 )
@@ -39,7 +40,6 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
         attention={"qk_norm": qk_norm},
         moe={
             "scoring": reader.choice(_SCORING, scorings, "softmax"),
-            "normalize_weights": reader.boolean("norm_topk_prob", True),
             "correction_bias": reader.boolean(_BIAS, False),
             "routed_scaling_factor": reader.number(_SCALING, 1.0),
             "shared_expert_intermediate_size": reader.optional_integer(_SHARED),
@@ -56,7 +56,6 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
         _DENSE: list(layer_types.layers_with(architecture, "dense")),
         _QK_NORM: keys.attention_of(architecture).qk_norm,
         _SCORING: moe.scoring,
-        "norm_topk_prob": moe.normalize_weights,
         _BIAS: moe.correction_bias,
         _SCALING: moe.routed_scaling_factor,
         _SHARED: moe.shared_expert_intermediate_size,

@@ -64,6 +64,7 @@ class HfClass:
     attention_bias: bool | None = None
     """Of q, k, v and o alike."""
     mlp_bias: bool | None = None
+    norm_topk_prob: bool | None = None
     router_aux_loss_coef: float | None = None
     mlp_width: str = "intermediate_size"
     """The key of a dense layer's width."""
@@ -197,6 +198,8 @@ def _read_experts(
         "expert_intermediate_size": reader.integer(hf_class.expert_width or hf_class.mlp_width),
         "z_loss_coefficient": reader.number(_Z_LOSS, 0.0, may_be_zero=True),
     }
+    if (normalizes := hf_class.norm_topk_prob) is not None:
+        read["normalize_weights"] = reader.boolean("norm_topk_prob", normalizes)
     if (default := hf_class.router_aux_loss_coef) is not None:
         read["aux_loss_coefficient"] = reader.number(_AUX_LOSS, default, may_be_zero=True)
     noise = reader.optional_section(_NOISE)
@@ -261,6 +264,8 @@ def _write_experts(architecture: ArchitectureConfig, hf_class: HfClass) -> dict[
         "num_experts_per_tok": moe.num_experts_per_token,
         hf_class.expert_width: moe.expert_intermediate_size,
     }
+    if hf_class.norm_topk_prob is not None:
+        keys["norm_topk_prob"] = moe.normalize_weights
     if hf_class.router_aux_loss_coef is not None:
         keys[_AUX_LOSS] = moe.aux_loss_coefficient
     training = {

@@ -13,6 +13,7 @@ HF_CLASS = keys.HfClass(
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
     attention_bias=False,
+    norm_topk_prob=False,
     router_aux_loss_coef=0.01,
     expert_width="intermediate_size",
 )
@@ -25,12 +26,11 @@ def read(reader: ConfigReader) -> ArchitectureConfig:
     # Its norms are as wide as the heads would be without a head_dim.
     reader.neutral("head_dim", None, hidden_size // num_heads)
     reader.neutral("sliding_window", None)
-    normalizes = reader.boolean("norm_topk_prob", False)
     return keys.read(
         reader,
         HF_CLASS,
         attention={"qk_norm": "projection", "clip_qkv": reader.optional_number("clip_qkv")},
-        moe={"scoring": "softmax", "normalize_weights": normalizes},
+        moe={"scoring": "softmax"},
     )
 
 
@@ -38,7 +38,6 @@ def to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Keys of a config.json."""
     return {
         **keys.write(architecture, HF_CLASS),
-        "norm_topk_prob": keys.experts_of(architecture).normalize_weights,
         "clip_qkv": keys.attention_of(architecture).clip_qkv,
     }
 

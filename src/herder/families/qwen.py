@@ -23,6 +23,7 @@ QWEN3_CLASS = replace(HF_CLASS, head_dim=128, attention_bias=False)
 QWEN2_MOE_CLASS = replace(
     HF_CLASS,
     num_key_value_heads=16,
+    norm_topk_prob=False,
     router_aux_loss_coef=0.001,
     expert_width="moe_intermediate_size",
 )
@@ -57,7 +58,7 @@ def read_qwen2_moe(reader: ConfigReader) -> ArchitectureConfig:
         layers=layers,
         routed=_read_routed(reader),
         attention={"qkv_bias": reader.boolean("qkv_bias", True)},
-        moe={**_read_scores(reader), **shared},
+        moe={"scoring": "softmax", **shared},
     )
 
 
@@ -71,7 +72,7 @@ def read_qwen3_moe(reader: ConfigReader) -> ArchitectureConfig:
         layers=layers,
         routed=_read_routed(reader),
         attention={"qk_norm": "head"},
-        moe=_read_scores(reader),
+        moe={"scoring": "softmax"},
     )
 
 
@@ -101,11 +102,6 @@ def _read_routed(reader: ConfigReader) -> set[int]:
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.optional_integers("mlp_only_layers") or []
     return {*range(step - 1, reader.integer("num_hidden_layers"), step)} - {*dense}
-
-
-def _read_scores(reader: ConfigReader) -> dict[str, Any]:
-    normalizes = reader.boolean("norm_topk_prob", False)
-    return {"scoring": "softmax", "normalize_weights": normalizes}
 
 
 def _to_hf(architecture: ArchitectureConfig, hf_class: keys.HfClass) -> dict[str, Any]:
@@ -140,7 +136,6 @@ def qwen3_moe_to_hf(architecture: ArchitectureConfig) -> dict[str, Any]:
 def _moe_to_hf(architecture: ArchitectureConfig, hf_class: keys.HfClass) -> dict[str, Any]:
     return {
         **_to_hf(architecture, hf_class),
-        "norm_topk_prob": keys.experts_of(architecture).normalize_weights,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(layer_types.layers_with(architecture, "dense")),
     }

@@ -1,6 +1,8 @@
-"""Bytes, FLOP, seconds and tokens as text. GB is 1e9 bytes, GiB is 2**30."""
+"""Bytes, FLOP, seconds, tokens and ranks as text. GB is 1e9 bytes, GiB is 2**30."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 GB = 10**9
 GIB = 2**30
@@ -43,3 +45,15 @@ def format_seconds(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     return f"{seconds / 86400:,.1f} days"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 2-5` for ascending numbers."""
+    runs = list[list[int]]()
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(spans)}"

@@ -206,6 +206,8 @@ class ObserveConfig(Record):
     """auto: a live display on a terminal, plain lines elsewhere."""
     tensorboard: bool = True
     """Whether TensorBoard files are written, where the package is installed."""
+    trace_collectives: bool = False
+    """Whether every rank writes which collectives it enters, for `herder report` after a hang."""
 
 
 class EvaluateConfig(Record):

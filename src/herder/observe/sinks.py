@@ -29,6 +29,9 @@ from herder.observe.events import (
 )
 from herder.units import format_count, format_flops, format_gb, format_seconds
 
+EVENTS = "events.jsonl"
+"""The file of a run directory that events are in."""
+
 
 class JsonLinesSink:
     """Appends one line an event to a file, each flushed, so that a killed run has told all it did.

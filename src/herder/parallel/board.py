@@ -12,41 +12,14 @@ import mmap
 import os
 import struct
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
+
+from herder.observe.trace import Kind, Note, Report
 
 _NOTE_BYTES = 512
 _SLOT_BYTES = 8192
 _LENGTH = struct.Struct("<H")
-
-Kind = Literal["told", "bug", "collective"]
-"""told: an error whose message says everything; bug: any other exception; collective: it waited for
-ranks that did not come, or whose connection broke."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a rank began to do."""
-
-    unix_seconds: float
-    step: int | None
-    what: str
-
-    def __str__(self) -> str:
-        return self.what if self.step is None else f"step {self.step}, {self.what}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """Why a rank is about to end before its work is done."""
-
-    unix_seconds: float
-    kind: Kind
-    exit_status: int
-    collective: str
-    """Its name, or empty."""
-    text: str
 
 
 class Board:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from herder.errors import HerderError, RankError, TrainingError, UserError
-from herder.parallel.board import Note, Report
+from herder.observe.trace import Note, Report
 from herder.parallel.world import coordinates
+from herder.units import format_ranks
 
 _TIMED_OUT_SHARE = 0.9
 """Of the time-out: a rank that aborts after so long in one phase was waiting, as under nccl, whose
@@ -107,7 +108,7 @@ def _told(
     text = report.text
     if 0 not in same:
         place = coordinates(culprit.index, mesh_axes)
-        text = f"{told_ranks(same)}{f' ({place})' if place else ''}: {text}"
+        text = f"{format_ranks(same)}{f' ({place})' if place else ''}: {text}"
     return UserError(text) if report.exit_status == UserError.exit_status else TrainingError(text)
 
 
@@ -143,16 +144,4 @@ def _others(culprit: RankState, states: Sequence[RankState]) -> list[str]:
             elif state.ended:
                 where += f": {state.ended}"
             places.setdefault(where, []).append(state.index)
-    return [f"  {told_ranks(ranks)}: {where}" for where, ranks in places.items()]
-
-
-def told_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2-5` for ascending numbers."""
-    runs = list[list[int]]()
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(spans)}"
+    return [f"  {format_ranks(ranks)}: {where}" for where, ranks in places.items()]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from herder.errors import RankError
-from herder.parallel.board import Note, Report
+from herder.observe.trace import Note, Report
 from herder.parallel.diagnosis import RankState, diagnose
 from herder.parallel.seat import OWN
 from herder.parallel.world import Rank
@@ -62,7 +62,7 @@ def told_failures(alarm: Alarm | None = None) -> Generator[None]:
             OWN.report_error(error)
             raise
         collective = _name_of_collective(failed)
-        reason = str(failed).splitlines()[0].rpartition("] ")[2]
+        reason = str(failed).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         told = f"{collective or 'a collective'} failed ({reason})"
         OWN.report("collective", told, collective=collective)
         assert OWN.rank is not None, "a collective failed in a process that is no rank"

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from typing import TextIO
 
-from herder.parallel.diagnosis import told_ranks
+from herder.units import format_ranks
 
 _GATHER_SECONDS = 0.5
 """How long a line is held, so that ranks which say the same can be named; later ones are not."""
@@ -91,6 +91,6 @@ class Relay:
 
     def _tell(self) -> None:
         for (_time, text), ranks in self._held.items():
-            self._stream.write(f"[{told_ranks(sorted(ranks))}] {text}\n")
+            self._stream.write(f"[{format_ranks(sorted(ranks))}] {text}\n")
         self._stream.flush()
         self._held.clear()

@@ -10,11 +10,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from herder.errors import HerderError
-from herder.parallel.board import Board, Kind, Note, Report
+from herder.observe.trace import Kind, Note, Report
+from herder.parallel.board import Board
 from herder.parallel.world import Rank, coordinates
 
 INHERITED = "HERDER_LAUNCHER"
@@ -34,6 +35,8 @@ class Seat:
         """Rank 0 under our launcher: it listens already, so that nobody can take its port."""
         self.last_note: Note | None = None
         self.last_report: Report | None = None
+        self.listener: Callable[[Note | Report], None] | None = None
+        """Told of every note and of the report."""
 
     def where(self) -> str:
         """Coordinates and the newest note, as the start of a message; empty without both."""
@@ -46,6 +49,8 @@ class Seat:
             self.last_report = Report(time.time(), kind, exit_status, collective, text)
             if self.board is not None and self.rank is not None:
                 self.board.report(self.rank.index, self.last_report)
+            if self.listener is not None:
+                self.listener(self.last_report)
 
     def report_error(self, error: BaseException) -> None:
         """Say that this rank fails by an error of its own."""
@@ -76,6 +81,8 @@ def note(step: int | None, what: str) -> None:
     OWN.last_note = Note(time.time(), step, what)
     if OWN.board is not None and OWN.rank is not None:
         OWN.board.note(OWN.rank.index, OWN.last_note)
+    if OWN.listener is not None:
+        OWN.listener(OWN.last_note)
 
 
 def note_phase(what: str) -> None:

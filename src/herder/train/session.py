@@ -5,6 +5,7 @@ Owns the files of a run directory that are not checkpoints, and which sinks hear
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +21,11 @@ from herder.config.run import RunConfig
 from herder.observe.console import progress_sinks
 from herder.observe.events import Bus, Notice, RunStarted, Sink
 from herder.observe.expert_map import ExpertMapSink
-from herder.observe.sinks import JsonLinesSink
+from herder.observe.sinks import EVENTS, JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
+from herder.observe.trace import TRACES, TRACES_BEFORE
 from herder.parallel.mesh import Rank, build_mesh, joined, refuse_other_world
+from herder.parallel.trace import traced_collectives
 from herder.parallel.turns import first_rank_decides
 from herder.plan.training import TrainingPlan
 from herder.train.build import build_run
@@ -32,7 +35,6 @@ from herder.train.loop import Outcome, train
 from herder.train.resume import find_checkpoint, load_progress
 from herder.train.state import TrainRun
 
-EVENTS = "events.jsonl"
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 TENSORBOARD = "tensorboard"
@@ -54,14 +56,20 @@ def run_training(
     directory's lock, writes and tells. A run whose steps are all done already is left alone.
     """
     device = choose_device(0 if rank is None else rank.local_index)
-    if rank is None:
-        with locked(Path(config.run_directory)):
-            return _run(config, source, plan, tokenizer, stop, device, None)
-    refuse_other_world(plan.mesh_axes, rank.count)
-    is_first = rank.index == 0
+    if rank is not None:
+        refuse_other_world(plan.mesh_axes, rank.count)
+    folder = Path(config.run_directory)
     with ExitStack() as stack:
-        if is_first:
-            stack.enter_context(locked(Path(config.run_directory)))
+        if rank is None or rank.index == 0:
+            stack.enter_context(locked(folder))
+            if (folder / TRACES).is_dir():
+                shutil.rmtree(folder / TRACES_BEFORE, ignore_errors=True)
+                (folder / TRACES).rename(folder / TRACES_BEFORE)
+        if config.observe.trace_collectives:
+            own = rank or Rank(0, 1, 0)
+            stack.enter_context(traced_collectives(folder / TRACES, own, plan.mesh_axes))
+        if rank is None:
+            return _run(config, source, plan, tokenizer, stop, device, None)
         timeout = config.train.collective_timeout_seconds
         stack.enter_context(joined(rank, device, timeout_seconds=timeout))
         mesh = build_mesh(plan.mesh_axes, device.type)

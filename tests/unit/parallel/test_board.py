@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from herder.parallel.board import Board, Note, Report
+from herder.observe.trace import Note, Report
+from herder.parallel.board import Board
 
 
 @pytest.fixture

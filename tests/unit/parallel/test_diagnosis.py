@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from herder.errors import RankError, TrainingError, UserError
-from herder.parallel.board import Kind, Note, Report
-from herder.parallel.diagnosis import RankState, diagnose, told_ranks
+from herder.observe.trace import Kind, Note, Report
+from herder.parallel.diagnosis import RankState, diagnose
 
 NOW, TIMEOUT = 1000.0, 10.0
 AXES = {"pp": 1, "dp": 2, "fsdp": 1, "cp": 1, "tp": 2}
@@ -83,8 +83,3 @@ def test_what_all_ranks_say_themselves_is_told_once_and_keeps_its_kind() -> None
     error = found(waiting(0), RankState(1, None, report=mistake))
     assert type(error) is UserError
     assert str(error) == "rank 1 (dp 0, tp 1): run_directory: no rights."
-
-
-def test_ranks_are_told_in_runs() -> None:
-    assert told_ranks([4]) == "rank 4"
-    assert told_ranks([0, 2, 3, 4, 9]) == "ranks 0, 2-4, 9"

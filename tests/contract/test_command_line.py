@@ -22,6 +22,7 @@ NOT_A_MODEL = [
     ["convert", "llama-9-7b", "target"],
     ["parity", "llama-9-7b"],
     ["verify", "llama-9-7b"],
+    ["report", "no_such_run"],
     ["train", "no_such_recipe.yaml"],
 ]
 

@@ -1,15 +1,19 @@
-"""`herder train` with a plan of several ranks: started here, asked to stop, or refused."""
+"""`herder train` with a plan of several ranks: started, stopped, refused, hung, killed, told."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -17,6 +21,8 @@ from herder.checkpoint.directory import list_checkpoints
 from herder.cli.main import run
 
 HERDER = (sys.executable, "-c", "from herder.cli.main import main; main()")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LAUNCHERS = {"herder": HERDER, "torchrun": (*TORCHRUN, "--no-python", *HERDER)}
 WAIT_SECONDS = 120
 
 
@@ -81,6 +87,7 @@ def test_ranks_are_started_stop_when_asked_and_save(recipe: Path) -> None:
     assert f"Go on with:\n  herder train {recipe}\n" in out
     (saved,) = list_checkpoints(recipe.parent / "run")
     assert json.loads((saved / "manifest.json").read_text())
+    assert not (recipe.parent / "run" / "collectives").exists(), "nobody asked for traces"
 
 
 def refused(recipe: Path, *overrides: str) -> int:
@@ -111,3 +118,81 @@ def test_several_nodes_are_refused_with_commands_that_would_do(
     assert "--ntasks-per-node=2 herder train" in err
     assert f"herder train {recipe} --set cluster.nodes=2" in err
     assert "RANK" not in os.environ
+
+
+def report(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """What `herder report` tells of the run, for scripts and for people."""
+    capsys.readouterr()
+    assert run(["report", str(recipe.parent / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert run(["report", str(recipe.parent / "run")]) == 0
+    return told, capsys.readouterr().out
+
+
+def fail_in_a_step(recipe: Path, launcher: Sequence[str], number: signal.Signals) -> str:
+    """Send the second rank that signal while it trains; what was told once all have ended."""
+    words = [str(recipe), "--set", "observe.trace_collectives=true"]
+    words += ["--set", "train.collective_timeout_seconds=15"]
+    events, until = recipe.parent / "run" / "events.jsonl", time.monotonic() + WAIT_SECONDS
+    with subprocess.Popen(
+        [*launcher, "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while (events.read_text() if events.exists() else "").count("StepFinished") < 3:
+            if process.poll() is not None or time.monotonic() > until:
+                process.terminate()
+                pytest.fail(f"no steps were done: {process.communicate()}")
+            time.sleep(0.05)
+        ranks = [
+            each for each in psutil.Process(process.pid).children() if "RANK" in each.environ()
+        ]
+        (second,) = [each for each in ranks if each.environ()["RANK"] == "1"]
+        second.send_signal(number)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("herder", signal.SIGSTOP), ("herder", signal.SIGKILL), ("torchrun", signal.SIGKILL)],
+)
+def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
+    launcher: str, number: signal.Signals, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = fail_in_a_step(recipe, LAUNCHERS[launcher], number)
+    assert "rank 1: dp 1: " in err, "the run itself named it"
+    told, text = report(recipe, capsys)
+    assert told["ended"] is None
+    assert told["step"] >= 3
+    found = told["collectives"]
+    assert (found["cause"], found["ranks"]) == ("silent", [1])
+    call = found["call"]
+    assert (call["name"], call["axis"]) == ("all_reduce", "dp")
+    assert call["step"] >= told["step"]
+    assert call["sequence"] > 9
+    first, second = found["standings"]
+    assert (first["ending"]["kind"], second["ending"]) == ("collective", None)
+    assert text.splitlines()[3].startswith(
+        "rank 1 (dp 1) hangs, or was killed without a word, in step "
+    )
+    # Cut in the middle of its last line, and without the file at all.
+    path = recipe.parent / "run" / "collectives" / "rank-00001.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert report(recipe, capsys)[0]["collectives"]["ranks"] == [1]
+    path.unlink()
+    assert report(recipe, capsys)[0]["collectives"]["ranks"] == [1]
+
+
+def test_a_run_that_ended_well_is_told_so_with_collectives_or_without(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*HERDER, "train", str(recipe), "--set", "train.steps=2"]
+    subprocess.run([*words, "--set", "observe.trace_collectives=true"], check=True)
+    told, text = report(recipe, capsys)
+    assert (told["ended"], told["step"]) == ("finished", 2)
+    assert (told["collectives"]["cause"], told["collectives"]["ranks"]) == ("none", [])
+    assert "All ranks ended when all was done." in text
+    shutil.rmtree(recipe.parent / "run" / "collectives")
+    told, text = report(recipe, capsys)
+    assert told["collectives"] is None
+    assert "--set observe.trace_collectives=true names the rank" in text

@@ -35,6 +35,9 @@ QUESTIONS: dict[str, dict[str, str]] = {
     "How do I serve it?": {
         "serve": "An OpenAI-compatible HTTP server.",
     },
+    "What happened?": {
+        "report": "Where a run stands, how it ended, and which rank a hang is due to.",
+    },
     "Is it still the same model elsewhere?": {
         "convert": "Hugging Face folders, GGUF files and run checkpoints into each other.",
         "parity": "Compare logits with transformers, or with stored ones.",

@@ -172,9 +172,7 @@ def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
     assert call["sequence"] > 9
     first, second = found["standings"]
     assert (first["ending"]["kind"], second["ending"]) == ("collective", None)
-    assert text.splitlines()[3].startswith(
-        "rank 1 (dp 1) hangs, or was killed without a word, in step "
-    )
+    assert text.splitlines()[3].startswith("rank 1 (dp 1) is hung or gone without a word, in step ")
     # Cut in the middle of its last line, and without the file at all.
     path = recipe.parent / "run" / "collectives" / "rank-00001.jsonl"
     path.write_bytes(path.read_bytes()[:-20])

@@ -18,7 +18,7 @@ from herder.errors import RankError
 from herder.observe.hangs import Diagnosis, diagnose_hang
 from herder.observe.trace import read_traces
 from herder.parallel.failures import told_failures
-from herder.parallel.mesh import Rank
+from herder.parallel.mesh import Rank, build_mesh
 from herder.parallel.ranks import run_on_ranks
 from herder.parallel.seat import note
 from herder.parallel.trace import traced_collectives
@@ -140,8 +140,8 @@ def test_a_rank_that_holds_the_interpreters_lock_is_named(tmp_path: Path) -> Non
     diagnosis = found(tmp_path, "holds the lock")
     assert (diagnosis.cause, diagnosis.ranks) == ("silent", [1])
     assert diagnosis.verdict == (
-        "rank 1 (dp 1) hangs, or was killed without a word, in step 2, forward and backward: "
-        "rank 0 waits for it in all_reduce [5], number 2 on axis dp, step 2."
+        "rank 1 (dp 1) is hung or gone without a word, in step 2, forward and backward: "
+        "rank 0 waits in all_reduce [5], number 2 on axis dp, step 2."
     )
 
 
@@ -149,3 +149,17 @@ def test_a_rank_that_raises_is_named_by_its_error(tmp_path: Path) -> None:
     diagnosis = found(tmp_path, "raises")
     assert (diagnosis.cause, diagnosis.ranks) == ("error", [1])
     assert diagnosis.verdict == "rank 1 (dp 1) ended by itself: ValueError: boom"
+
+
+def seconds_of_groups(_: None) -> set[float]:
+    """The time-outs of all groups of this rank."""
+    mesh = build_mesh({**AXES, "tp": 2}, "cpu")
+    mesh["dp", "tp"]._flatten()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+    assert len(groups) > 3
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_groups_of_a_mesh_have_the_time_out_that_was_asked_for() -> None:
+    assert run_on_ranks(seconds_of_groups, 4, None, timeout_seconds=17.0) == [{17.0}] * 4

@@ -39,7 +39,6 @@ class Standing:
     rank: int
     place: str
     note: Note | None
-    """What it did last, where it said so."""
     call: Call | None
     """Which it waits in, or else the last that it entered."""
     waits_for: list[int]
@@ -77,10 +76,7 @@ class Diagnosis:
 
 
 def diagnose_hang(traces: Mapping[int, Trace]) -> Diagnosis:
-    """The ranks at fault. traces: of all ranks; one that left none has an empty one.
-
-    Of a run that goes on, who is behind at the moment.
-    """
+    """The ranks at fault; of a run that goes on, who is behind now. traces: of all ranks."""
     entered = _entered(traces)
     waits = _waits(entered)
     cause, ranks, call, verdict = _found(traces, entered, waits)
@@ -134,10 +130,10 @@ def _found(traces: Mapping[int, Trace], entered: _Entered, waits: Mapping[int, _
         return "error", ranks, None, f"{_who(ranks, traces)} ended by itself: {first.text}"
     if endings and silent:
         ranks = sorted(silent - set(waits) or silent)
-        return "silent", *_absence(ranks, "hangs, or was killed without a word", traces, waits)
+        return "silent", *_absence(ranks, "hung or gone without a word", traces, waits)
     behind = {rank for _, ranks in waits.values() for rank in ranks} - set(waits)
     if behind:
-        return "behind", *_absence(sorted(behind), "is behind", traces, waits)
+        return "behind", *_absence(sorted(behind), "behind", traces, waits)
     if waits:
         told = [f"rank {rank} for {format_ranks(w[1])} in {w[0]}" for rank, w in waits.items()]
         return "deadlock", sorted(waits), None, f"Ranks wait for one another: {'; '.join(told)}."
@@ -155,13 +151,14 @@ def _absence(
 ) -> tuple[list[int], Call | None, str]:
     """(ranks, what they did not come to, verdict)."""
     first = traces[ranks[0]]
-    told = f"{_who(ranks, traces)} {what}" + (f", in {first.note}" if first.note else "")
+    told = f"{_who(ranks, traces)} {'is' if len(ranks) == 1 else 'are'} {what}"
+    told += f", in {first.note}" if first.note else ""
     met = {rank: wait[0] for rank, wait in waits.items() if set(wait[1]) & set(ranks)}
     call = min(met.values(), key=lambda call: call.unix_seconds, default=None)
     if call is not None:
         peers = [r for r, c in met.items() if (c.group, c.sequence) == (call.group, call.sequence)]
         waiting = f"{format_ranks(peers)} {'waits' if len(peers) == 1 else 'wait'}"
-        told += f": {waiting} for it in {call}"
+        told += f": {waiting} in {call}"
     elif first.calls:
         call, told = first.calls[-1], f"{told}: the last that it entered is {first.calls[-1]}"
     return ranks, call, f"{told}."

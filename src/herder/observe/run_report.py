@@ -30,9 +30,8 @@ class RunReport:
     last_event: str = "none"
     seconds_since_last_event: float
     collectives: Diagnosis | None
-    """Of the newest start; None: they were not traced."""
     collectives_before: Diagnosis | None
-    """Of the start before it."""
+    """Of the start before, where that above is of the newest. None: they were not traced."""
 
     def lines(self) -> list[str]:
         """For people. The start before is told where something was wrong with it."""

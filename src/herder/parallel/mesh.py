@@ -31,6 +31,10 @@ def joined(
     a collective that fails, with this rank's coordinates and step.
     """
     OWN.rank = rank
+    timeout = timedelta(seconds=timeout_seconds)
+    # Groups of a mesh take the module's time-out, not that of the group of all ranks.
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
     asks_others = store is None and OWN.board is None
     note(None, "joining the others")
     with told_failures():
@@ -39,7 +43,7 @@ def joined(
             "nccl" if device.type == "cuda" else "gloo",
             rank=rank.index,
             world_size=rank.count,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             store=store,
             device_id=device if device.type == "cuda" else None,
         )

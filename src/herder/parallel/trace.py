@@ -70,7 +70,6 @@ class _Trace:
         self._num_ranks = rank.count
         self._mesh_axes = mesh_axes
         self._groups = dict[str, Group]()
-        """By torch's name."""
         self._counts = Counter[tuple[str, str, int | None]]()
         """By group, direction and peer."""
 

@@ -73,7 +73,7 @@ def test_a_rank_that_is_behind_is_named_with_the_call_that_its_peers_wait_in() -
         3: ("tp", 1, []),
     }
     assert found.verdict.startswith(
-        "rank 3 (dp 1, tp 1) is behind, in step 7, forward and backward: rank 1 waits for it in "
+        "rank 3 (dp 1, tp 1) is behind, in step 7, forward and backward: rank 1 waits in "
         "all_reduce [4,8], number 1 on axis dp, step 7."
     )
     assert "No rank has said how it ended" in found.verdict
@@ -84,7 +84,7 @@ def test_one_that_says_nothing_while_its_peers_complain_hangs_or_was_killed() ->
         trace(0, "tdt", FAILED), trace(1, "td", FAILED), trace(2, "tdt", FAILED), trace(3, "t")
     )
     assert (found.cause, found.ranks) == ("silent", [3])
-    assert "rank 1 waits for it in all_reduce [4,8], number 1 on axis dp" in found.verdict
+    assert "rank 1 waits in all_reduce [4,8], number 1 on axis dp" in found.verdict
     assert "No rank has said" not in found.verdict
 
 
@@ -103,7 +103,7 @@ def test_one_that_was_killed_ahead_of_its_peers_is_not_taken_for_one_that_waits(
 def test_a_rank_that_left_no_trace_is_behind_all_others() -> None:
     found = diagnosed(trace(0, "t"), (1, Trace()), trace(2, "td"), trace(3, "td"))
     assert (found.cause, found.ranks) == ("behind", [1])
-    assert found.verdict.startswith("rank 1 is behind: rank 0 waits for it in all_reduce [4,8]")
+    assert found.verdict.startswith("rank 1 is behind: rank 0 waits in all_reduce [4,8]")
     assert "  rank 1: no trace; did not say how it ended" in found.lines()
 
 
@@ -192,7 +192,7 @@ def pipeline(*, num_sent: int, rows: int = 8) -> Diagnosis:
 def test_a_rank_that_does_not_send_is_behind_the_one_that_receives() -> None:
     found = pipeline(num_sent=2)
     assert (found.cause, found.ranks) == ("behind", [0])
-    assert "rank 1 waits for it in recv from 0 [8,4], number 3" in found.verdict
+    assert "rank 1 waits in recv from 0 [8,4], number 3" in found.verdict
     assert pipeline(num_sent=3).cause == "none"
 
 
@@ -216,3 +216,14 @@ def test_addresses_do_not_keep_ranks_apart() -> None:
     told = diagnosed(*peers, trace(2, "td")).lines()
     assert told[1].startswith("  ranks 0-1, 3: ")
     assert told[1].endswith("; all_reduce failed (Read error: reset)")
+
+
+def test_two_in_one_collective_are_both_named_before_one_of_them_complains() -> None:
+    """Rank 3 stopped within it; rank 2 waits there, and its own peer does not get further."""
+    standing = [trace(0, "td"), trace(1, "td"), trace(2, "t"), trace(3, "t")]
+    found = diagnosed(*standing)
+    assert (found.cause, found.ranks) == ("behind", [2, 3])
+    assert found.verdict.startswith("ranks 2-3 are behind, in step 7, forward and backward: ")
+    complained = [trace(0, "td", FAILED), trace(1, "td", FAILED), trace(2, "t", FAILED)]
+    found = diagnosed(*complained, trace(3, "t"))
+    assert (found.cause, found.ranks) == ("silent", [3])

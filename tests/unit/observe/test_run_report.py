@@ -122,7 +122,7 @@ def test_collectives_of_this_start_and_of_the_one_before_are_told(tmp_path: Path
     assert found.collectives_before.ranks == [1]
     before = found.lines()[-4:]
     assert before[0] == "The start before:"
-    assert before[1].startswith("rank 1 (dp 1) hangs, or was killed")
+    assert before[1].startswith("rank 1 (dp 1) is hung or gone")
     trace(tmp_path / TRACES, None)
     now = report(tmp_path, STARTED).collectives
     assert now is not None

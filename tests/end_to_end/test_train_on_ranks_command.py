@@ -129,10 +129,12 @@ def report(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, 
     return told, capsys.readouterr().out
 
 
-def fail_in_a_step(recipe: Path, launcher: Sequence[str], number: signal.Signals) -> str:
-    """Send the second rank that signal while it trains; what was told once all have ended."""
-    words = [str(recipe), "--set", "observe.trace_collectives=true"]
-    words += ["--set", "train.collective_timeout_seconds=15"]
+def fail_in_a_step(
+    recipe: Path, launcher: Sequence[str], number: signal.Signals, *settings: str, rank: int = 1
+) -> str:
+    """Send one rank that signal while it trains; what was told once all have ended."""
+    words = [str(recipe), "--set", "train.collective_timeout_seconds=15"]
+    words += [word for setting in settings for word in ("--set", setting)]
     events, until = recipe.parent / "run" / "events.jsonl", time.monotonic() + WAIT_SECONDS
     with subprocess.Popen(
         [*launcher, "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -145,10 +147,11 @@ def fail_in_a_step(recipe: Path, launcher: Sequence[str], number: signal.Signals
         ranks = [
             each for each in psutil.Process(process.pid).children() if "RANK" in each.environ()
         ]
-        (second,) = [each for each in ranks if each.environ()["RANK"] == "1"]
-        second.send_signal(number)
+        (one,) = [each for each in ranks if each.environ()["RANK"] == str(rank)]
+        one.send_signal(number)
         _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1, err
+    assert not any(each.is_running() for each in ranks)
     return err
 
 
@@ -159,7 +162,7 @@ def fail_in_a_step(recipe: Path, launcher: Sequence[str], number: signal.Signals
 def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
     launcher: str, number: signal.Signals, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    err = fail_in_a_step(recipe, LAUNCHERS[launcher], number)
+    err = fail_in_a_step(recipe, LAUNCHERS[launcher], number, "observe.trace_collectives=true")
     assert "rank 1: dp 1: " in err, "the run itself named it"
     told, text = report(recipe, capsys)
     assert told["ended"] is None
@@ -179,6 +182,26 @@ def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
     assert report(recipe, capsys)[0]["collectives"]["ranks"] == [1]
     path.unlink()
     assert report(recipe, capsys)[0]["collectives"]["ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    ("axis", "setting"),
+    [("tp", "layout.tensor_parallel_size=2"), ("pp", "layout.pipeline_parallel_size=2")],
+)
+def test_one_of_four_ranks_is_named_though_each_meets_only_some_of_the_others(
+    axis: str, setting: str, number: signal.Signals, recipe: Path
+) -> None:
+    """Within the time-out that was asked for: that of torch's groups is 30 minutes."""
+    four = ("cluster.gpus_per_node=4", "model.config.num_hidden_layers=2", setting)
+    err = fail_in_a_step(recipe, LAUNCHERS["herder"], number, *four, rank=3)
+    place = f"dp 1, {axis} 1" if axis == "tp" else f"{axis} 1, dp 1"
+    assert f"herder: rank 3: {place}: " in err
+    assert "in step " in err
+    told = "killed by SIGKILL" if number == signal.SIGKILL else "did not come to meet the others in"
+    assert told in err
 
 
 def test_a_run_that_ended_well_is_told_so_with_collectives_or_without(

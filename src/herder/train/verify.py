@@ -8,6 +8,7 @@ is done here by the same functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -32,6 +33,7 @@ from herder.plan.training import TrainingPlan
 from herder.train.optimizer import build_optimizer
 from herder.train.routers import router_noise
 from herder.train.step import StepSettings, train_step
+from herder.train.verify_choices import MAX_SEEDS, MIN_MARGIN, ClosestChoice
 from herder.train.verify_layouts import (
     MIN_MICRO_BATCHES,
     SEQUENCE_LENGTH,
@@ -66,6 +68,8 @@ class Trial:
     architecture: ArchitectureConfig
     num_steps: int
     timeout_seconds: float
+    seed: int = SEED
+    """Of the data."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Trace:
     start: dict[str, Tensor]
     end: dict[str, Tensor]
     """Parameters and buffers before the first and after the last step."""
+    closest_choice: float
+    """Of routers, in one process; infinite without any."""
 
 
 def verify(
@@ -102,23 +108,29 @@ def verify(
     alone = plan_layout(architecture, parse_layout("dp=1"))
 
     @cache
-    def one_process(num_micro_batches: int) -> Trace:
+    def one_process(num_micro_batches: int) -> tuple[Trial, Trace]:
         tokens = num_micro_batches * SEQUENCE_LENGTH
         plan = alone.model_copy(update={"global_batch_tokens": tokens})
-        return _run(trial, plan, None)[0]
+        tried = list[tuple[Trial, Trace]]()
+        while len(tried) < MAX_SEEDS:
+            seeded = replace(trial, seed=SEED + len(tried))
+            tried.append((seeded, _run(seeded, plan, None)[0]))
+            if tried[-1][1].closest_choice > MIN_MARGIN:
+                break
+        return max(tried, key=lambda each: each[1].closest_choice)
 
     cells = []
     for layout in layouts:
         watch(layout.text, layout.num_ranks)
         cells.append(_cell(trial, layout, one_process, tamper))
-    losses = one_process(MIN_MICRO_BATCHES).losses
+    losses = one_process(MIN_MICRO_BATCHES)[1].losses
     return Report(model=model, losses=tuple(losses), cells=tuple(cells))
 
 
 def _cell(
     trial: Trial,
     layout: VerifyLayout,
-    one_process: Callable[[int], Trace],
+    one_process: Callable[[int], tuple[Trial, Trace]],
     tamper: Tamper | None,
 ) -> Cell:
     cell = Cell(layout=layout.text, ranks=layout.num_ranks)
@@ -126,9 +138,9 @@ def _cell(
         plan = plan_layout(trial.architecture, layout)
     except PlanError as error:
         return replace(cell, refused=str(error))
-    reference = one_process(layout.num_micro_batches)
+    seeded, reference = one_process(layout.num_micro_batches)
     try:
-        traces = _run(trial, plan, tamper)
+        traces = _run(seeded, plan, tamper)
     except RankError as error:
         return replace(cell, error=str(error))
     return compared(cell, traces, reference)
@@ -164,12 +176,13 @@ def train_on_this_rank(trial: Trial, plan: TrainingPlan, tamper: Tamper | None) 
         clip_norm=CLIP_NORM,
         parallel=parallel,
     )
-    dataset = _dataset(architecture, plan.global_batch_tokens)
-    results, gradients = [], []
+    dataset = _dataset(architecture, plan.global_batch_tokens, trial.seed)
+    results, gradients, choices = [], [], ClosestChoice()
     for step in range(trial.num_steps):
         batches = _micro_batches(dataset, step, parallel.data_shard)
         noise = router_noise(architecture.moe, seed=SEED, step=step)
-        results.append(train_step(decoder, optimizer, batches, settings, noise=noise))
+        with choices if mesh is None else nullcontext():
+            results.append(train_step(decoder, optimizer, batches, settings, noise=noise))
         if step in (0, trial.num_steps - 1):
             gradients.append(_gradients(decoder))
     return Trace(
@@ -178,13 +191,14 @@ def train_on_this_rank(trial: Trial, plan: TrainingPlan, tamper: Tamper | None) 
         gradients=gradients,
         start=start,
         end=_state(decoder),
+        closest_choice=choices.margin,
     )
 
 
-def _dataset(architecture: ArchitectureConfig, tokens_of_step: int) -> TokenDataset:
+def _dataset(architecture: ArchitectureConfig, tokens_of_step: int, seed: int) -> TokenDataset:
     """Documents of a pattern: mostly a token's own successor, among a quarter of the vocabulary,
     which is spread over all of it."""
-    generator = np.random.default_rng(SEED)
+    generator = np.random.default_rng(seed)
     vocabulary = np.arange(0, architecture.vocab_size, 4)
     successor = generator.permutation(len(vocabulary))
     lengths = generator.integers(5, 48, NUM_DOCUMENTS)
@@ -197,7 +211,7 @@ def _dataset(architecture: ArchitectureConfig, tokens_of_step: int) -> TokenData
         PackedRows(vocabulary[tokens], offsets, sequence_length=SEQUENCE_LENGTH),
         micro_batch_size=1,
         global_batch_tokens=tokens_of_step,
-        seed=SEED,
+        seed=seed,
     )
 
 

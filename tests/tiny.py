@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import JsonValue
 from torch.optim import Optimizer
 
+from herder.checkpoint.metadata import ExperimentMeta, config_hash
+from herder.checkpoint.run import DataPosition, Progress
 from herder.config.architecture import (
     ArchitectureConfig,
     GroupedQueryAttention,
@@ -230,3 +233,27 @@ def trainer(
         parallel=parallel,
     )
     return Trainer(decoder, build_optimizer(decoder.named_parameters(), config), settings)
+
+
+def progress_at(step: int) -> Progress:
+    """What a checkpoint says of a run that did so many steps."""
+    data = DataPosition(corpus="c", seed=0, step=step)
+    return Progress(step=step, tokens=10 * step, data=data, schedule={"kind": "constant"})
+
+
+def meta_at(
+    step: int, architecture: Mapping[str, JsonValue], config: Mapping[str, JsonValue] | None = None
+) -> ExperimentMeta:
+    """And what it was made of; config: of the run."""
+    return ExperimentMeta(
+        model="tiny",
+        family="llama",
+        architecture=dict(architecture),
+        config=dict(config or {}),
+        config_hash=config_hash(config or {}),
+        plan={},
+        git_commit=None,
+        versions={},
+        step=step,
+        unix_seconds=0.0,
+    )

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from herder.checkpoint.directory import list_checkpoints, newest_checkpoint, step_of
+from herder.checkpoint.manifest import verify_manifest
 from herder.cli.main import run
 from herder.observe.events import (
     CheckpointLoaded,
@@ -164,7 +166,9 @@ def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
     interrupted = runs.events("broken run")[-1]
     assert isinstance(interrupted, RunInterrupted)
     assert interrupted.signal == "SIGTERM"
-    newest = newest_checkpoint(runs.directory("broken run"), reads_contents=True)
+    newest = newest_checkpoint(
+        runs.directory("broken run"), verify=partial(verify_manifest, reads_contents=True)
+    )
     assert newest is not None
     assert step_of(newest) == interrupted.step < STEPS
     assert f"stopped after step {interrupted.step} of {STEPS}. Go on with:" in out

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 
 from herder.checkpoint.directory import newest_checkpoint
 from herder.checkpoint.source import ModelSource
-from herder.config.run import RunConfig
+from herder.config.run import CheckpointConfig, RunConfig
+from herder.errors import CheckpointError
 from herder.observe.events import Bus, Event, StepFinished
 from herder.train.build import build_run
 from herder.train.loop import train
 from herder.train.prepare import plan_run
 from herder.train.resume import find_checkpoint, load_progress
 from herder.train.source import find_model
-from herder.train.state import TrainRun
+from herder.train.state import TrainRun, state_tensors
 from tests.tiny import HERDER_JSON, LLAMA_JSON
 
 STEPS = 6
@@ -127,7 +129,10 @@ def build_from(config: RunConfig, tokenizer: Path) -> tuple[TrainRun, Bus, Steps
 
 
 def weights(run: TrainRun) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.tensors().model.items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in state_tensors(run.decoder, run.optimizer).model.items()
+    }
 
 
 def told(value: Any) -> str:
@@ -193,7 +198,7 @@ def test_the_comparison_would_notice_lost_optimizer_state(
     checkpoint = newest_checkpoint(run.run_directory)
     assert checkpoint is not None
     progress = load_progress(run, checkpoint, bus)
-    for tensor in run.tensors().optimizer.values():
+    for tensor in state_tensors(run.decoder, run.optimizer).optimizer.values():
         tensor.zero_()
     train(run, progress, bus, stop_signal=lambda: None)
     assert second.numbers[4] == unbroken.numbers[4]
@@ -215,3 +220,25 @@ def test_the_comparison_would_notice_a_lost_correction_bias(
     run.decoder.get_buffer(BIAS).add_(torch.tensor([5.0, 5.0, 0.0, 0.0]))
     train(run, progress, bus, stop_signal=lambda: None)
     assert second.numbers[5] != unbroken.numbers[5]
+
+
+def test_a_save_that_fails_behind_the_steps_ends_the_run_and_the_one_before_is_good(
+    start: Callable[..., Callable[[str], tuple[TrainRun, Bus, Steps]]],
+) -> None:
+    run, bus, sink = start(precision="fp32")("broken")
+    saves = CheckpointConfig(every_steps=2)
+    run = replace(run, config=run.config.model_copy(update={"checkpoint": saves}))
+
+    class Full(dict[str, bytes]):
+        """Files that there is no room for once step 4 is done."""
+
+        def items(self) -> Any:
+            return {"no/such/folder": b""}.items() if len(sink.numbers) >= 4 else super().items()
+
+    run = replace(run, model_files=Full(run.model_files))
+    with pytest.raises(CheckpointError, match="step-00000004 could not be written"):
+        train(run, run.progress(step=0, tokens=0), bus, stop_signal=lambda: None)
+    assert len(sink.numbers) in (4, 5, 6)
+    newest = newest_checkpoint(run.run_directory)
+    assert newest is not None
+    assert newest.name == "step-00000002"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from signal import SIGTERM, Signals
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from herder.checkpoint.directory import checkpoint_path
-from herder.config.run import RunConfig
+from herder.config.run import CheckpointConfig, RunConfig
+from herder.errors import CheckpointError
 from herder.observe.events import Bus, Event, StepFinished
 from herder.parallel.mesh import build_mesh
 from herder.parallel.ranks import run_on_ranks
-from herder.parallel.turns import first_rank_decides
 from herder.train.build import build_run
 from herder.train.loop import train
 from herder.train.prepare import plan_run
@@ -81,7 +83,7 @@ def run_steps(config: RunConfig, tokenizer: Path, stop_on: int | None) -> list[t
     run_directory, sink = Path(config.run_directory), Steps()
     run_directory.mkdir(exist_ok=True)
     bus = Bus([sink] if is_first else [])
-    checkpoint = first_rank_decides(lambda: find_checkpoint(run_directory, config, bus))
+    checkpoint = find_checkpoint(run_directory, config, bus)
     run = build_run(
         config,
         source,
@@ -140,3 +142,28 @@ def test_a_run_stopped_on_one_layout_ends_in_one_process_as_if_it_had_been_there
     assert ended.keys() == weights.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(ended[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def run_with_little_room(config: RunConfig, tokenizer: Path) -> str:
+    """What is told where the second rank cannot write more than a few bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        run_steps(config, tokenizer, None)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def test_a_disk_that_is_full_for_one_rank_behind_the_steps_ends_the_run_on_all_of_them(
+    corpus: Path,
+) -> None:
+    config = recipe(corpus, "full", 2, {"zero_stage": 3})
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every_steps=1)})
+    told = run_on_ranks(run_with_little_room, 2, config, corpus / "tokenizer.json")
+    assert told[0] == told[1]
+    assert "step-00000001 could not be written: File too large" in told[0]
+    assert list((corpus / "full" / "checkpoints").iterdir()) == []

@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,28 +53,30 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 def newest_checkpoint(
     run_directory: Path,
     *,
-    reads_contents: bool = False,
+    verify: Callable[[Path], None] = verify_manifest,
     on_damaged: Callable[[Path, CheckpointError], None] = lambda _path, _error: None,
+    candidates: Sequence[Path] | None = None,
 ) -> Path | None:
-    """The newest checkpoint that its manifest confirms, or None if there never was one.
+    """The newest checkpoint that `verify` raises no CheckpointError for, or None if there is none.
 
-    Damaged ones are passed over after `on_damaged` was told. Raises CheckpointError if there are
-    checkpoints and all are damaged: starting anew in silence would lose a run.
+    Damaged ones are passed over after `on_damaged` was told. candidates: the checkpoints, oldest
+    first, where they are listed already. Raises CheckpointError if there are checkpoints and all
+    are damaged: starting anew in silence would lose a run.
     """
-    candidates = list_checkpoints(run_directory)[::-1]
+    listed = list_checkpoints(run_directory) if candidates is None else candidates
     problems = list[str]()
-    for path in candidates:
+    for path in reversed(listed):
         try:
-            verify_manifest(path, reads_contents=reads_contents)
+            verify(path)
             return path
         except CheckpointError as error:
             problems.append(str(error))
             on_damaged(path, error)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
+        lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(
             f"{run_directory}: no checkpoint can be used, all {len(problems)} are damaged:\n"
-            f"{listed}\nTo start anew, move {run_directory / CHECKPOINTS} away."
+            f"{lines}\nTo start anew, move {run_directory / CHECKPOINTS} away."
         )
     return None
 
@@ -114,33 +116,59 @@ def set_aside(path: Path) -> Path:
 
 
 @contextmanager
-def writing(final: Path, *, num_bytes: int, advice: str = "") -> Generator[Path]:
+def writing(final: Path, *, num_bytes: int) -> Generator[Path]:
     """A fresh folder beside `final` to fill, renamed to it once all of it is on the disk.
 
-    num_bytes: what is about to be written, for the message; a checkpoint that is there is replaced.
-    Raises CheckpointError when it cannot be written (a full disk): then nothing of it is left.
+    num_bytes: what is about to be written, for the message. Raises CheckpointError when it cannot
+    be written (a full disk): then nothing of it is left.
     """
-    fresh = final.with_name(f".writing-{final.name}")
+    fresh = unfinished_path(final)
     try:
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
+            make_afresh(fresh)
             yield fresh
-            for path in (*fresh.iterdir(), fresh):
-                _force_to_disk(path)
-            if _STEP.fullmatch(final.name) and final.exists():
-                remove_checkpoint(final)
-            fresh.rename(final)
+            publish(fresh, final)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
     except (OSError, SafetensorError) as error:
-        existing = next(parent for parent in final.absolute().parents if parent.exists())
-        free = format_gb(shutil.disk_usage(existing).free)
-        reason = getattr(error, "strerror", None) or error
-        told = f"{final} could not be written: {reason}. It needs {format_gb(num_bytes)}, "
-        told += f"free: {free}. Nothing half-written was left. {advice}"
-        raise CheckpointError(told.rstrip()) from error
+        raise not_written(final, error, num_bytes=num_bytes) from error
+
+
+def unfinished_path(final: Path) -> Path:
+    """Where a folder is filled before it gets its name; left there by a process that is killed."""
+    return final.with_name(f".writing-{final.name}")
+
+
+def make_afresh(folder: Path) -> None:
+    """An empty folder, whatever was there before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def publish(fresh: Path, final: Path) -> None:
+    """Give a folder that is filled its name, once all of it is on the disk.
+
+    A checkpoint of that name is replaced.
+    """
+    for path in (*fresh.iterdir(), fresh):
+        _force_to_disk(path)
+    if _STEP.fullmatch(final.name) and final.exists():
+        remove_checkpoint(final)
+    fresh.rename(final)
+    _force_to_disk(final.parent)
+
+
+def not_written(
+    final: Path, error: Exception, *, num_bytes: int, advice: str = ""
+) -> CheckpointError:
+    """The error of a folder that could not be written, with what it needs and what is free."""
+    existing = next(parent for parent in final.absolute().parents if parent.exists())
+    free = format_gb(shutil.disk_usage(existing).free)
+    reason = getattr(error, "strerror", None) or error
+    told = f"{final} could not be written: {reason}. It needs {format_gb(num_bytes)}, "
+    told += f"free: {free}. Nothing half-written was left. {advice}"
+    return CheckpointError(told.rstrip())
 
 
 def _force_to_disk(path: Path) -> None:

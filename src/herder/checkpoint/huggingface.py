@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from herder.checkpoint.directory import writing
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_metadata import gguf_rules, permuted_heads
 from herder.checkpoint.quantized import QuantizedTensor, logical_tensors, read_values
+from herder.checkpoint.sharded import load_tensors, read_metadata, refuse_misfits
 from herder.checkpoint.source import (
     CONFIG,
     GENERATION_CONFIG,
@@ -32,13 +34,14 @@ from herder.checkpoint.source import (
     TOKENIZER_FILES,
     ModelSource,
 )
-from herder.checkpoint.stored import StoredTensor, stored_tensors
+from herder.checkpoint.stored import StoredTensor, read_header, stored_tensors
 from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours
+from herder.config.architecture import ArchitectureConfig
 from herder.errors import CheckpointError, WeightsError
 from herder.families.quantization import read_quantization
 from herder.families.registry import architecture_to_hf, family_named
 from herder.families.weights import EMBEDDING, HEAD, WeightRule, WeightRules, hub_shape, listed
-from herder.model.build import build_decoder, tie
+from herder.model.build import build_decoder, materialize, tie
 from herder.model.decoder import Decoder
 from herder.units import GB
 
@@ -59,7 +62,11 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
     """The dtype that most of a source's values are stored in: fp32 for GGUF blocks, else bf16
     where they are quantized."""
     totals: Counter[str] = Counter()
-    for each in _stored(source).values():
+    if source.weights == "run":
+        every = [each for path in source.files for each in read_header(path).values()]
+    else:
+        every = _stored(source).values()
+    for each in every:
         totals[each.kind] += each.num_bytes
     return PLAIN_DTYPES.get(totals.most_common(1)[0][0], torch.float32)
 
@@ -92,14 +99,15 @@ def load_weights(
     Raises WeightsError that lists everything missing, unknown, misshapen or of a dtype that cannot
     be read; the decoder is then untouched. Warns where files and config disagree on tying.
     """
+    if source.weights == "run":
+        _load_run(decoder, source, device=device, is_part=place is not None)
+        return
     stored = _stored(source)
     rules = family_named(source.family).weight_rules(decoder.config)
     num_heads: Mapping[str, int] = {}
     if source.weights == "gguf":
         rules = gguf_rules(rules)
         num_heads = permuted_heads(read_gguf(source.files[0]), decoder.config)
-    elif source.weights == "run":
-        rules = rules.of_ours()
     live = decoder.state_dict(keep_vars=True)
     whole = live if place is None else build_decoder(decoder.config).state_dict(keep_vars=True)
     wanted = _checked(whole, stored, rules, source.name)
@@ -120,6 +128,25 @@ def load_weights(
     tie(decoder)
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
+
+
+def _load_run(
+    decoder: Decoder, source: ModelSource, *, device: str | torch.device, is_part: bool
+) -> None:
+    """From a checkpoint, of which only what this process holds of the decoder is read."""
+    stored = read_metadata(source.files)
+    if any(parameter.is_meta for parameter in decoder.parameters()):
+        materialize(decoder, device=device)
+    live = _ours(decoder)
+    refuse_misfits(live, stored, where=source.name, is_part=is_part)
+    load_tensors(live, stored)
+
+
+def _ours(decoder: Decoder) -> dict[str, Tensor]:
+    """What is saved of a decoder: a tied head is its embedding."""
+    live = decoder.state_dict(keep_vars=True)
+    is_tied = decoder.config.tie_embeddings
+    return {EMBEDDING if is_tied and name == HEAD else name: each for name, each in live.items()}
 
 
 def _checked(
@@ -214,33 +241,70 @@ def save_huggingface(
     when the folder is there already or cannot be written (a full disk): then nothing is left.
     Raises ModelError when the family's class cannot express the architecture.
     """
+    live = decoder.state_dict(keep_vars=True)
+    _save(decoder.config, live, live.__getitem__, folder, family, like, shard_bytes)
+
+
+def export_run(
+    source: ModelSource, folder: Path, *, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """The same of a run's checkpoint, without the model: one of its tensors in memory, and one file
+    of the new folder.
+
+    Raises WeightsError too where the checkpoint's tensors are not those of its architecture.
+    """
+    stored, like = (
+        read_metadata(source.files),
+        _ours(build_decoder(source.architecture, dtype=dtype)),
+    )
+    refuse_misfits(like, stored, where=source.name, is_part=False)
+
+    @lru_cache(maxsize=1)  # experts that are stacked in one tensor go to many
+    def read(name: str) -> Tensor:
+        whole = torch.empty_like(like[name], device="cpu")
+        load_tensors({name: whole}, stored)
+        return whole
+
+    _save(source.architecture, like, read, folder, source.family, source, shard_bytes)
+
+
+def _save(
+    architecture: ArchitectureConfig,
+    ours: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    folder: Path,
+    family: str,
+    like: ModelSource | None,
+    shard_bytes: int,
+) -> None:
+    """ours: the model's tensors, maybe on meta; read: gives each with its values."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already and is not empty. Name another folder.")
-    config = architecture_to_hf(decoder.config, family=family)
-    live = decoder.state_dict(keep_vars=True)
-    rules = family_named(family).weight_rules(decoder.config)
-    wanted = rules.to_hub(live, where=f"saving {family}")
-    config["dtype"] = str(live[EMBEDDING].dtype).removeprefix("torch.")
-    with writing(folder, num_bytes=sum(tensor.nbytes for tensor in live.values())) as fresh:
+    config = architecture_to_hf(architecture, family=family)
+    rules = family_named(family).weight_rules(architecture)
+    wanted = rules.to_hub(ours, where=f"saving {family}")
+    config["dtype"] = str(ours[EMBEDDING].dtype).removeprefix("torch.")
+    with writing(folder, num_bytes=sum(tensor.nbytes for tensor in ours.values())) as fresh:
         if like is not None:
             config |= _write_what_goes_along(fresh, like)
         _write_json(fresh / CONFIG, config)
         with torch.no_grad():
-            _write_weights(fresh, wanted, live, shard_bytes)
+            _write_weights(fresh, wanted, ours, read, shard_bytes)
 
 
 def _write_weights(
     folder: Path,
     wanted: Mapping[str, tuple[WeightRule, ...]],
-    live: Mapping[str, Tensor],
+    ours: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
     shard_bytes: int,
 ) -> None:
     """One file, or several with an index; only one file's tensors are put together at a time."""
-    shapes = {ours: tuple(tensor.shape) for ours, tensor in live.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     files: list[list[str]] = []
     room = 0
     for hub, parts in wanted.items():
-        num_bytes = prod(hub_shape(parts, shapes)) * live[parts[0].ours].element_size()
+        num_bytes = prod(hub_shape(parts, shapes)) * ours[parts[0].ours].element_size()
         if num_bytes > room:
             files.append([])
             room = shard_bytes
@@ -250,7 +314,7 @@ def _write_weights(
     names = [f"model-{n:05}{of_many}" for n in range(1, len(files) + 1)]
     total_size = 0
     for name, hubs in zip(names if len(files) > 1 else [SINGLE], files, strict=True):
-        tensors = {hub: _hub_tensor(wanted[hub], live, shapes) for hub in hubs}
+        tensors = {hub: _hub_tensor(wanted[hub], ours, read) for hub in hubs}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
@@ -261,20 +325,22 @@ def _write_weights(
 
 
 def _hub_tensor(
-    parts: Sequence[WeightRule], live: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    parts: Sequence[WeightRule], ours: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> Tensor:
     """The hub's tensor out of the parts of ours it holds; a copy only where it is not one of ours.
 
     A router, which is kept in fp32, is written in the model's dtype where that loses nothing.
     """
-    first, ours = parts[0], live[parts[0].ours]
-    tensor = ours.detach() if first.expert is None else ours.detach()[first.expert]
+    first, own = parts[0], read(parts[0].ours)
+    tensor = own.detach() if first.expert is None else own.detach()[first.expert]
     if first.transposed or first.outputs is not None:
-        tensor = torch.empty(hub_shape(parts, shapes), dtype=ours.dtype, device=ours.device)
+        shape = hub_shape(parts, {part.ours: tuple(ours[part.ours].shape) for part in parts})
+        tensor = torch.empty(shape, dtype=own.dtype, device=own.device)
         for part in parts:
-            part.part_of(tensor).copy_(live[part.ours])
-    narrow = tensor.to(live[EMBEDDING].dtype)
-    is_lossless = isinstance(ours, nn.Parameter) and torch.equal(narrow.to(tensor.dtype), tensor)
+            part.part_of(tensor).copy_(read(part.ours))
+    narrow = tensor.to(ours[EMBEDDING].dtype)
+    is_parameter = isinstance(ours[first.ours], nn.Parameter)
+    is_lossless = is_parameter and torch.equal(narrow.to(tensor.dtype), tensor)
     return narrow if is_lossless else tensor
 
 

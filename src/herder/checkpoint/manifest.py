@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from herder.errors import CheckpointError
 MANIFEST = "manifest.json"
 
 
-def write_manifest(folder: Path) -> int:
-    """Describe all files of `folder` in its manifest; returns their bytes together."""
-    files: dict[str, Any] = {
-        path.name: {"num_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
+FileEntry = dict[str, Any]
+"""What a manifest says of one file: num_bytes and sha256."""
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -> int:
+    """Describe all files of `folder` in its manifest; returns their bytes together.
+
+    known: files that were hashed as they were written, and need not be read again.
+    """
+    files = {
+        path.name: (known or {}).get(path.name)
+        or {"num_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
         for path in sorted(folder.iterdir())
     }
     text = json.dumps({"files": files}, indent=1)
@@ -27,21 +36,38 @@ def write_manifest(folder: Path) -> int:
     return sum(entry["num_bytes"] for entry in files.values())
 
 
-def verify_manifest(folder: Path, *, reads_contents: bool) -> None:
+def verify_manifest(folder: Path, *, reads_contents: bool = False) -> None:
     """Compare the files of `folder` with its manifest.
 
     Lengths are always compared; `reads_contents` compares sha256 too. Raises CheckpointError that
     names all files that are missing, cut short or changed.
     """
+    refuse_damaged(folder, find_damage(folder, reads_contents=reads_contents))
+
+
+def refuse_damaged(folder: Path, problems: Iterable[str]) -> None:
+    """Raise CheckpointError with what find_damage found, if it did."""
+    listed = "; ".join(dict.fromkeys(problems))
+    if listed:
+        raise CheckpointError(f"{folder} is damaged: {listed}.")
+
+
+def find_damage(
+    folder: Path, *, reads_contents: bool, share: tuple[int, int] = (0, 1)
+) -> list[str]:
+    """What is wrong with the files of `folder`; empty for one that is as it was written.
+
+    share: (index, count) of those who look at it together, each at some of the files.
+    """
     try:
         files = json.loads((folder / MANIFEST).read_bytes())["files"]
-        wanted = {name: (each["num_bytes"], each["sha256"]) for name, each in files.items()}
+        wanted = [(name, each["num_bytes"], each["sha256"]) for name, each in files.items()]
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {MANIFEST}, so it was never finished.") from None
+        return [f"it has no {MANIFEST}, so it was never finished"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error!r}") from None
+        return [f"{MANIFEST} cannot be read: {error!r}"]
     problems: list[str] = []
-    for name, (num_bytes, sha256) in wanted.items():
+    for name, num_bytes, sha256 in wanted[share[0] :: share[1]]:
         path = folder / name
         if not path.is_file():
             problems.append(f"{name} is missing")
@@ -49,8 +75,7 @@ def verify_manifest(folder: Path, *, reads_contents: bool) -> None:
             problems.append(f"{name} has {path.stat().st_size:,} bytes of {num_bytes:,}")
         elif reads_contents and _sha256_of(path) != sha256:
             problems.append(f"{name} has another sha256 than when it was written")
-    if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}.")
+    return problems
 
 
 def _sha256_of(path: Path) -> str:

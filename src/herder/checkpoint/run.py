@@ -1,10 +1,12 @@
 """Checkpoints of a run: everything a step depends on, saved whole or not at all, loaded in place.
 
-A checkpoint folder is also a model folder: config.json, the tokenizer's files and model.safetensors
-under our parameter names. Knows tensors by name only: neither the loop nor how state is sharded.
+A checkpoint folder is also a model folder: config.json, the tokenizer's files and the model's
+tensors under our parameter names, whole or in the pieces that ranks had. Knows tensors by name
+only: neither the loop nor how state is laid out.
 
     step-00000123/
-        model.safetensors  optimizer.safetensors     tensors by name
+        model.safetensors  optimizer.safetensors     tensors by name, of a run in one process
+        model-00000.safetensors ...                  or what the first rank wrote of them, and so on
         train_state.json                             step, data position, schedule, random states
         experiment_meta.json                         config, its hash, plan, commit, versions
         config.json tokenizer.json ...               what makes it loadable as a model
@@ -13,28 +15,47 @@ under our parameter names. Knows tensors by name only: neither the loop nor how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pydantic import JsonValue, NonNegativeInt, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from herder.checkpoint.directory import checkpoint_path, keep_newest, writing
-from herder.checkpoint.manifest import verify_manifest, write_manifest
+from herder.checkpoint.directory import (
+    checkpoint_path,
+    keep_newest,
+    make_afresh,
+    not_written,
+    publish,
+    unfinished_path,
+)
+from herder.checkpoint.manifest import FileEntry, verify_manifest, write_manifest
 from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
-from herder.checkpoint.stream import TensorSource, held_here, write_tensors
+from herder.checkpoint.sharded import (
+    PlannedOnce,
+    SafetensorsWriter,
+    load_tensors,
+    read_metadata,
+    refuse_misfits,
+)
+from herder.checkpoint.source import MODEL, OPTIMIZER
 from herder.config.record import Record
-from herder.errors import CheckpointError
+from herder.errors import CheckpointError, HerderError
 from herder.families.weights import listed
-from herder.model.build import copy_whole
+from herder.observe.meters import Stopwatch
+from herder.parallel.turns import first_rank_decides
 
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 TRAIN_STATE = "train_state.json"
 
 
@@ -72,29 +93,10 @@ class TrainTensors:
     is_part: bool = False
     """Whether other pipeline stages hold tensors that are not named here."""
 
-
-@dataclass(frozen=True)
-class TrainSources:
-    """What a checkpoint is written from: all tensors of a run, whole, one at a time."""
-
-    model: TensorSource
-    optimizer: TensorSource
-
     @property
-    def files(self) -> dict[str, TensorSource]:
-        """By the file that each is written to."""
-        return {MODEL: self.model, OPTIMIZER: self.optimizer}
-
-    def read_along(self) -> None:
-        """Take part in a save that another rank writes."""
-        for source in self.files.values():
-            for name in source.shapes:
-                source.read(name)
-
-
-def whole_sources(tensors: TrainTensors) -> TrainSources:
-    """Of tensors that this process has whole."""
-    return TrainSources(held_here(tensors.model), held_here(tensors.optimizer))
+    def all(self) -> dict[str, Tensor]:
+        """Both together."""
+        return {**self.model, **self.optimizer}
 
 
 @dataclass(frozen=True)
@@ -103,69 +105,145 @@ class SavedCheckpoint:
 
     path: Path
     num_bytes: int
+    seconds: float
+    """From the start of the save, its copy included, until it had its name."""
 
 
-def save_checkpoint(
-    run_directory: Path,
-    sources: TrainSources,
-    *,
-    progress: Progress,
-    meta: ExperimentMeta,
-    model_files: Mapping[str, bytes],
-    keep_last: int,
-) -> SavedCheckpoint:
-    """Write `checkpoints/step-<step>`, and delete all but the newest `keep_last` before and after.
+@dataclass(frozen=True)
+class Save:
+    """One checkpoint that is being written, or was."""
 
-    Everything goes to a fresh folder that is renamed when complete. Raises CheckpointError when it
-    cannot be written (a full disk): nothing half-written stays, earlier checkpoints are untouched.
-    """
-    final = checkpoint_path(run_directory, progress.step)
-    needed = sum(source.num_bytes for source in sources.files.values())
-    advice = (
-        "Earlier checkpoints are untouched. Make room or lower checkpoint.keep_last, then run the "
-        "same command to go on from the newest one."
-    )
-    keep_newest(run_directory, keep_last=keep_last)  # more are there where it was lowered
-    with writing(final, num_bytes=needed, advice=advice) as folder:
-        for name, source in sources.files.items():
-            write_tensors(folder / name, source)
+    path: Path
+    is_first_rank: bool
+    num_bytes: int
+    """Of the tensors."""
+    future: Future[Metadata]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows by now that it could not be written."""
+        return self.future.done() and self.future.exception() is not None
+
+    def result(self, timeout_seconds: float | None = None) -> SavedCheckpoint:
+        """Wait until it is whole. A failure on one rank is raised on all of them.
+
+        Raises CheckpointError when it could not be written (a full disk): nothing half-written
+        stays. Raises TimeoutError where it takes longer.
+        """
+        try:
+            return self.future.result(timeout_seconds).storage_data
+        except CheckpointException as failure:
+            if self.is_first_rank:
+                shutil.rmtree(unfinished_path(self.path), ignore_errors=True)
+            cause = min(failure.failures.items())[1][0]
+            if isinstance(cause, HerderError):
+                raise cause from failure
+            if not isinstance(cause, OSError):
+                raise RuntimeError(str(failure)) from cause
+            advice = (
+                "Earlier checkpoints are untouched. Make room or lower checkpoint.keep_last, then "
+                "run the same command to go on from the newest one."
+            )
+            raise not_written(self.path, cause, num_bytes=self.num_bytes, advice=advice) from cause
+
+
+class CheckpointWriter:
+    """Saves of one run: each rank writes what it holds, and of what several hold its share."""
+
+    def __init__(
+        self, tensors: TrainTensors, group: dist.ProcessGroup | None = None, *, pins: bool = False
+    ) -> None:
+        """A collective of the group, which nothing else may use; None: this process is alone.
+
+        pins: whether copies on the host are in memory that a GPU writes to directly, which is then
+        kept from save to save.
+        """
+        self._group = group
+        self._rank = None if group is None else dist.get_rank(group)
+        self._planner = PlannedOnce(tensors.all, group)
+        self._optimizer_names = frozenset(tensors.optimizer)
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=pins)
+        if group is None:  # which torch would remark at every save
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+
+    def save(
+        self,
+        run_directory: Path,
+        tensors: TrainTensors,
+        *,
+        progress: Progress,
+        meta: ExperimentMeta,
+        model_files: Mapping[str, bytes],
+        keep_last: int,
+        in_background: bool = False,
+    ) -> Save:
+        """Write `checkpoints/step-<step>`, and delete all but the newest `keep_last` before and
+        after.
+
+        Everything goes to a fresh folder that is renamed when complete. in_background: return once
+        the state is copied to the host. The save before must have ended.
+        """
+        final = checkpoint_path(run_directory, progress.step)
+        fresh, watch = unfinished_path(final), Stopwatch()
         state = _TrainState(progress=progress, random=capture_random_state())
-        (folder / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
-        write_meta(meta, folder)
-        for name, content in model_files.items():
-            (folder / name).write_bytes(content)
-        num_bytes = write_manifest(folder)
-    keep_newest(run_directory, keep_last=keep_last)
-    return SavedCheckpoint(final, num_bytes)
+
+        def begin() -> None:
+            keep_newest(run_directory, keep_last=keep_last)  # more are there where it was lowered
+            make_afresh(fresh)
+
+        def finish(written: dict[str, FileEntry]) -> SavedCheckpoint:
+            (fresh / TRAIN_STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8")
+            write_meta(meta, fresh)
+            for name, content in model_files.items():
+                (fresh / name).write_bytes(content)
+            num_bytes = write_manifest(fresh, written)
+            publish(fresh, final)
+            keep_newest(run_directory, keep_last=keep_last)
+            return SavedCheckpoint(final, num_bytes, watch.seconds())
+
+        arguments: dict[str, Any] = {
+            "state_dict": self._planner.written_here(tensors.all),
+            "storage_writer": SafetensorsWriter(fresh, self._file_of, begin, finish),
+            "planner": self._planner,
+            "process_group": self._group,
+            "no_dist": self._group is None,
+        }
+        future: Any = Future()
+        if in_background:
+            future = dcp.async_save(**arguments, async_stager=self._stager)
+        else:
+            try:
+                future.set_result(dcp.save(**arguments))
+            except BaseException as error:
+                future.set_exception(error)
+        return Save(final, not self._rank, self._planner.num_bytes, future)
+
+    def _file_of(self, name: str) -> str:
+        """Which file of this rank a tensor is written to."""
+        stem = OPTIMIZER if name in self._optimizer_names else MODEL
+        rank = "" if self._rank is None else f"-{self._rank:05d}"
+        return f"{stem}{rank}.safetensors"
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    tensors: TrainTensors,
-    *,
-    architecture: Mapping[str, Any],
-    place: Callable[[Tensor, Tensor], None] = copy_whole,
+    checkpoint: Path, tensors: TrainTensors, *, architecture: Mapping[str, Any]
 ) -> Progress:
     """Copy a checkpoint into live tensors, set the random states, and say where the run is.
 
-    place(live, whole): puts a stored tensor where it is held.
-    Raises CheckpointError for a checkpoint of another architecture (with what differs), a damaged
-    one, or one whose tensors are not exactly those asked for; then nothing was copied.
+    On several ranks all of them together, each copying what it holds; how the state was laid out
+    when it was saved does not matter. Raises CheckpointError for a checkpoint of another
+    architecture (with what differs), a damaged one, or one whose tensors are not exactly those
+    asked for; then nothing was copied.
     """
-    refuse_other_architecture(checkpoint, architecture)
-    verify_manifest(checkpoint, reads_contents=False)
-    state = _read_train_state(checkpoint)
-    wanted = {MODEL: tensors.model, OPTIMIZER: tensors.optimizer}
-    problems = [
-        problem
-        for name, live in wanted.items()
-        for problem in _misfits(checkpoint / name, live, is_part=tensors.is_part)
-    ]
-    if problems:
-        lines = listed(problems, separator="\n  ")
-        raise CheckpointError(f"{checkpoint} does not fit this model:\n  {lines}")
-    for name, live in wanted.items():
-        _copy_into(live, checkpoint / name, place)
+
+    def read() -> tuple[_TrainState, Metadata]:
+        refuse_other_architecture(checkpoint, architecture)
+        verify_manifest(checkpoint, reads_contents=False)
+        return _read_train_state(checkpoint), read_metadata(list(checkpoint.glob("*.safetensors")))
+
+    state, stored = first_rank_decides(read)
+    refuse_misfits(tensors.all, stored, where=checkpoint, is_part=tensors.is_part)
+    load_tensors(tensors.all, stored)
     restore_random_state(state.random)
     return state.progress
 
@@ -185,31 +263,3 @@ def _read_train_state(checkpoint: Path) -> _TrainState:
         return _TrainState.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-
-
-def _misfits(path: Path, live: Mapping[str, Tensor], *, is_part: bool) -> list[str]:
-    """Names, shapes and dtypes in which a file and the live tensors differ."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            stored = {name: file.get_slice(name) for name in names}
-            problems = [f"{path.name}: {name} is missing" for name in live.keys() - stored.keys()]
-            extra = set() if is_part else stored.keys() - live.keys()
-            problems += [f"{path.name}: {name} is extra" for name in extra]
-            for name in live.keys() & stored.keys():
-                shape, wanted = tuple(stored[name].get_shape()), tuple(live[name].shape)
-                if shape != wanted:
-                    problems.append(f"{path.name}: {name} is {shape}, wanted {wanted}")
-            return sorted(problems)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-
-
-@torch.no_grad()
-def _copy_into(
-    live: Mapping[str, Tensor], path: Path, place: Callable[[Tensor, Tensor], None]
-) -> None:
-    """One tensor at a time, so that no second copy of the state is ever in memory."""
-    with safe_open(path, framework="pt") as file:
-        for name, tensor in live.items():
-            place(tensor, file.get_tensor(name))

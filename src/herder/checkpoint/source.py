@@ -27,6 +27,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODEL, OPTIMIZER = "model", "optimizer"
+"""How the names of a checkpoint's files start; those of ranks go on with their number."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -110,7 +112,7 @@ def _from_config(config: Mapping[str, Any], *, name: str) -> ModelSource:
 
 
 def _from_folder(folder: Path, name: str) -> ModelSource:
-    if (folder / META).is_file() and (folder / SINGLE).is_file():
+    if (folder / META).is_file() and _model_pieces(folder):
         return _from_checkpoint(folder, name)
     if (folder / CHECKPOINTS).is_dir():
         newest = newest_checkpoint(folder)
@@ -137,8 +139,13 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
     source = _from_config(config, name=name)
     if source.architecture.model_dump(mode="json") != meta.architecture:
         raise CheckpointError(f"{folder}: {CONFIG} and {META} describe different architectures.")
-    source = replace(source, weights="run", files=(folder / SINGLE,))
+    source = replace(source, weights="run", files=_model_pieces(folder))
     return _with_generation(source, folder)
+
+
+def _model_pieces(checkpoint: Path) -> tuple[Path, ...]:
+    """The files that hold the model of a checkpoint: one, or one of each rank that wrote some."""
+    return tuple(sorted(checkpoint.glob(f"{MODEL}*.safetensors")))
 
 
 def _from_gguf(path: Path, name: str) -> ModelSource:

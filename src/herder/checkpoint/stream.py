@@ -1,18 +1,22 @@
 """A safetensors file written tensor by tensor, so that no more than one is in memory for it.
 
-The library's writer wants all of them at once, which for a sharded run would be the whole model and
-its optimizer on one machine. Format: safetensors' README, "Format".
+The library's writer wants all of them at once, which would be a second copy of what a rank holds.
+What is written is hashed on the way. Format: safetensors' README, "Format".
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem
+
+from herder.checkpoint.manifest import FileEntry
 
 _NAMES = {
     torch.float32: "F32",
@@ -24,42 +28,57 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_BYTES_AT_ONCE = 1 << 24
+"""Hashed while they are in cache; the system brings earlier ones to the disk meanwhile."""
 
 
-@dataclass(frozen=True)
-class TensorSource:
-    """Whole tensors by name, to be read one after the other, each once and in this order."""
+def write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> FileEntry:
+    """Write what a plan has for one file, each tensor or part of one by its name, and wait until it
+    is on the disk.
 
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    read: Callable[[str], Tensor]
-    """On several ranks a collective: those that write nothing read all the same."""
+    The planner gives their values, on any device.
+    """
+    # from wide to narrow dtypes, so that each tensor is aligned
+    items = sorted(items, key=lambda item: -_described(item).properties.dtype.itemsize)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of them."""
-        sizes = (
-            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.shapes.values()
-        )
-        return sum(sizes)
+        def write(content: memoryview) -> None:
+            for start in range(0, len(content), _BYTES_AT_ONCE):
+                part = content[start : start + _BYTES_AT_ONCE]
+                file.write(part)
+                digest.update(part)
+
+        write(memoryview(_header({item.index.fqn: _described(item) for item in items})))
+        for item in items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
+            values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+            write(values.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"num_bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def held_here(tensors: Mapping[str, Tensor]) -> TensorSource:
-    """Tensors that this process has whole."""
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return TensorSource(shapes, tensors.__getitem__)
+def _described(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+    return item.tensor_data
 
 
-def write_tensors(path: Path, source: TensorSource) -> None:
-    """Write all tensors of a source to one file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Mapping[str, TensorWriteData]) -> bytes:
+    """The length of the description, and the description of all tensors, padded to eight bytes.
+
+    Which part of a tensor it is stands where torch's HuggingFaceStorageReader looks for it.
+    """
+    places = {name: {"saved_offsets": list(each.chunk.offsets)} for name, each in tensors.items()}
+    told = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
+    header: dict[str, object] = {"__metadata__": told}
     end = 0
-    for name, (shape, dtype) in source.shapes.items():
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+    for name, each in tensors.items():
+        dtype, shape = each.properties.dtype, each.chunk.sizes
+        start, end = end, end + shape.numel() * dtype.itemsize
+        entry = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in source.shapes:
-            tensor = source.read(name).detach().cpu().contiguous()
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return len(text).to_bytes(8, "little") + text

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import click
 
-from herder.checkpoint.huggingface import load_decoder, save_huggingface, stored_dtype
-from herder.checkpoint.run import (
-    DataPosition,
-    Progress,
-    TrainTensors,
-    save_checkpoint,
-    whole_sources,
+from herder.checkpoint.huggingface import (
+    export_run,
+    load_decoder,
+    save_huggingface,
+    stored_dtype,
 )
+from herder.checkpoint.run import CheckpointWriter, DataPosition, Progress, TrainTensors
 from herder.checkpoint.source import ModelSource
 from herder.cli.models import resolve, tokenizer_folder
 from herder.config.run import ModelConfig, RunConfig
@@ -48,12 +47,14 @@ def command(source: str, target: Path, form: str | None, precision: str | None) 
     """
     found = resolve(source)
     dtype = DTYPES[precision] if precision else stored_dtype(found)
-    decoder = load_decoder(found, dtype=dtype)
     if found.weights == "gguf":
         found = replace(found, folder=tokenizer_folder(found))
     if form == "run" or (form is None and found.weights == "safetensors"):
-        _write_run(decoder, found, source, target)
+        _write_run(load_decoder(found, dtype=dtype), found, source, target)
+    elif found.weights == "run":
+        export_run(found, target, dtype=dtype)
     else:
+        decoder = load_decoder(found, dtype=dtype)
         save_huggingface(decoder, target, family=found.family, like=found)
     click.echo(f"{found.name} is in {target}", err=True)
 
@@ -65,9 +66,10 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
     assert found.folder is not None, "what has weights has a folder by now"
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
     model = {**dict(decoder.named_parameters()), **saved_buffers(decoder)}
-    save_checkpoint(
+    tensors = TrainTensors(model=model, optimizer={})
+    save = CheckpointWriter(tensors).save(
         target,
-        whole_sources(TrainTensors(model=model, optimizer={})),
+        tensors,
         progress=Progress(
             step=0, tokens=0, data=DataPosition(corpus="", seed=0, step=0), schedule={}
         ),
@@ -75,3 +77,4 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
         model_files=model_files(found, found.folder),
         keep_last=1,
     )
+    save.result()

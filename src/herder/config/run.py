@@ -196,6 +196,9 @@ class CheckpointConfig(Record):
 
     every_steps: PositiveInt = 100
     keep_last: PositiveInt = 2
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written, from a copy of what each rank writes
+    in the host's memory."""
 
 
 class ObserveConfig(Record):

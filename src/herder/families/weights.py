@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from herder.errors import WeightsError
@@ -131,11 +131,6 @@ class WeightRules:
         named = {part.ours for parts in wanted.values() for part in parts}
         _refuse_mismatch(where, missing=named - present, unknown=present - named)
         return wanted
-
-    def of_ours(self) -> WeightRules:
-        """Rules of files that already use our names: checkpoints of runs."""
-        rules = tuple(WeightRule(rule.ours, rule.ours, rule.layers) for rule in self.rules)
-        return replace(self, rules=rules, ignorable=())
 
     def tied_hub_names(self) -> tuple[str, str] | None:
         """The hub names of embedding and head, where the architecture ties them."""

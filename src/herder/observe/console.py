@@ -32,6 +32,7 @@ from herder.observe.sinks import (
     describe,
     describe_memory,
     describe_routers,
+    describe_save,
     describe_share,
 )
 from herder.units import format_count, format_gb, format_seconds
@@ -178,5 +179,4 @@ def _evaluation_row(event: EvaluationFinished) -> str:
 
 
 def _checkpoint_row(event: CheckpointSaved) -> str:
-    size, seconds = format_gb(event.num_bytes), format_seconds(event.seconds)
-    return f"step {event.step}   {size} in {seconds}"
+    return f"step {event.step}   {describe_save(event)}"

@@ -108,12 +108,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
-    """A whole checkpoint is on disk under its final name."""
+    """A whole checkpoint is on disk under its final name. Told after a later step, maybe."""
 
     step: int
     path: str
     num_bytes: int
     seconds: float
+    """From its start until it had its name; training went on during most of them."""
+    stall_seconds: float | None = None
+    """How long training stood still for it, waiting for the one before included."""
 
 
 @dataclass(frozen=True, kw_only=True)

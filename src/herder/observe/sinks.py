@@ -108,8 +108,7 @@ def describe(event: Event, *, steps: int) -> str:
         case DeviceMemory():
             return f"after step {event.step}: {describe_memory(event)}"
         case CheckpointSaved():
-            size = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
-            return f"checkpoint {event.path} saved, {size}"
+            return f"checkpoint {event.path} saved, {describe_save(event)}"
         case CheckpointLoaded():
             return f"resumed after step {event.step} from {event.path}"
         case EvaluationFinished():
@@ -163,6 +162,14 @@ def describe_routers(stats: Collection[RouterStats]) -> str:
         "dropped": sum(layer.dropped_tokens for layer in stats),
     }
     return "  ".join([*parts, *(f"{name} {count}" for name, count in counts.items() if count)])
+
+
+def describe_save(event: CheckpointSaved) -> str:
+    """How much was written, how fast, and how long training stood still for it."""
+    told = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
+    if event.stall_seconds is not None:
+        told += f", training waited {format_seconds(event.stall_seconds)}"
+    return told
 
 
 def describe_memory(event: DeviceMemory) -> str:

@@ -20,6 +20,9 @@ __all__ = ["AXES", "Rank", "build_mesh", "joined", "refuse_other_world"]
 _MEETING_SECONDS = 300.0
 """Ranks may start that far apart, however short the time-out of a collective is."""
 
+_STORAGE_SECONDS = 3_600.0
+"""How much longer than another one a rank may write, on a disk that they share."""
+
 
 @contextmanager
 def joined(
@@ -65,6 +68,17 @@ def build_mesh(mesh_axes: Mapping[str, int], device_type: str) -> DeviceMesh:
     return init_device_mesh(
         device_type, tuple(mesh_axes[axis] for axis in AXES), mesh_dim_names=AXES
     )
+
+
+def storage_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """All ranks once more, for what a thread of theirs does beside the steps: neither's collectives
+    can be mistaken for the other's. A collective itself; None for one process.
+    """
+    if mesh is None:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_STORAGE_SECONDS))
+    assert isinstance(group, dist.ProcessGroup), "a group of all ranks has this one"
+    return group
 
 
 def build_state_mesh(

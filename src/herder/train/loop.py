@@ -6,21 +6,18 @@ Knows neither files nor displays: state goes through `checkpoint.run`, news thro
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from herder.checkpoint.directory import checkpoint_path
-from herder.checkpoint.run import Progress, save_checkpoint
+from herder.checkpoint.run import Progress
 from herder.data.batch import MicroBatch
 from herder.data.prefetch import prefetch
-from herder.errors import CheckpointError, TrainingError
+from herder.errors import TrainingError
 from herder.observe.events import (
     Bus,
-    CheckpointSaved,
     DeviceMemory,
     EvaluationFinished,
     Incident,
@@ -34,12 +31,16 @@ from herder.parallel.seat import note
 from herder.train.device import peak_memory_bytes, peak_memory_of_each
 from herder.train.optimizer import set_learning_rate
 from herder.train.routers import RouterWatch, router_noise
+from herder.train.saving import Saver
 from herder.train.schedule import learning_rate
 from herder.train.state import TrainRun
 from herder.train.step import NonFiniteError, held_out_loss, train_step
 
 StopSignal = Callable[[], Signals | None]
 """Which signal asks the run to stop, or None: read between steps and held-out micro-batches."""
+
+_SAVE_FAILED = 1 << 10
+"""Above every signal's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,9 @@ class Outcome:
 def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) -> Outcome:
     """Do the steps from `start` to train.steps, or to the end of the step a signal came in.
 
-    The state is saved every checkpoint.every_steps, after the last step and when stopped. Raises
-    TrainingError when a step is not finite, CheckpointError when a save fails; the newest whole
-    checkpoint stays good in both cases.
+    The state is saved every checkpoint.every_steps, after the last step and when stopped; the last
+    save is waited for. Raises TrainingError when a step is not finite, CheckpointError when a save
+    fails; the newest whole checkpoint stays good in both cases.
     """
     config, steps = run.config, run.config.train.steps
     meter = Throughput(
@@ -70,9 +71,12 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
     )
     routers, parallel = RouterWatch(), run.settings.parallel
     whole, tokens, done = Stopwatch(), start.tokens, start.step
-    finished, held_out, saved, stopped_by = None, None, None, None
-    with closing(prefetch(run.micro_batches, range(start.step, steps))) as batches:
-        while done < steps and (stopped_by := agreed_signal(stop_signal, parallel)) is None:
+    finished, held_out, stopped_by = None, None, None
+    with (
+        closing(Saver(run, bus)) as saver,
+        closing(prefetch(run.micro_batches, range(start.step, steps))) as batches,
+    ):
+        while done < steps and (stopped_by := agreed_signal(stop_signal, parallel, saver)) is None:
             finished = _do_step(run, done, batches, meter, routers, bus)
             done, tokens = finished.step, tokens + finished.tokens
             if done == steps or done % config.observe.log_every_steps == 0:
@@ -82,24 +86,39 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
                     peaks = peak_memory_of_each(run.settings.device)
                     bus.emit(DeviceMemory(step=done, peak_bytes=peaks))
                 bus.emit(finished)
+            saver.tell()
             if done == steps or done % config.checkpoint.every_steps == 0:
-                saved = _save(run, run.progress(step=done, tokens=tokens), bus)
+                saver.save(run.progress(step=done, tokens=tokens))
             if _is_evaluated_after(run, done):
                 held_out = _evaluate(run, done, bus, stop_signal)
-    if finished and saved != checkpoint_path(run.run_directory, done):
-        saved = _save(run, run.progress(step=done, tokens=tokens), bus)
+        if finished:
+            saver.save(run.progress(step=done, tokens=tokens))
+        saver.wait()
     if stopped_by:
         bus.emit(RunInterrupted(step=done, signal=stopped_by.name))
     elif finished:
         bus.emit(_run_finished(finished, tokens - start.tokens, whole.seconds(), meter))
     return Outcome(
-        step=done, last_step=finished, held_out=held_out, checkpoint=saved, stopped_by=stopped_by
+        step=done,
+        last_step=finished,
+        held_out=held_out,
+        checkpoint=saver.newest,
+        stopped_by=stopped_by,
     )
 
 
-def agreed_signal(stop_signal: StopSignal, parallel: Parallel) -> Signals | None:
-    """The signal that any rank was asked to stop by: all of them stop after the same step."""
-    number = parallel.largest(stop_signal() or 0)
+def agreed_signal(
+    stop_signal: StopSignal, parallel: Parallel, saver: Saver | None = None
+) -> Signals | None:
+    """The signal that any rank was asked to stop by: all of them stop after the same step.
+
+    Raises CheckpointError, on all of them too, where one knows that a save failed.
+    """
+    has_failed = saver is not None and saver.has_failed
+    number = parallel.largest(_SAVE_FAILED if has_failed else stop_signal() or 0)
+    if saver is not None and number == _SAVE_FAILED:
+        saver.wait()
+        return None
     return Signals(number) if number else None
 
 
@@ -154,38 +173,6 @@ def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus)
         f"({run.config.train.optimizer.learning_rate}) in a new run_directory, lengthen "
         f"train.schedule.warmup_steps, or try train.precision=fp32."
     )
-
-
-def _save(run: TrainRun, progress: Progress, bus: Bus) -> Path:
-    watch = Stopwatch()
-    note(progress.step, "saving a checkpoint")
-    meta = run.meta.model_copy(update={"step": progress.step, "unix_seconds": time.time()})
-    sources = run.sources()
-    path = checkpoint_path(run.run_directory, progress.step)
-    if not run.settings.parallel.is_first:
-        sources.read_along()
-        return path
-    try:
-        saved = save_checkpoint(
-            run.run_directory,
-            sources,
-            progress=progress,
-            meta=meta,
-            model_files=run.model_files,
-            keep_last=run.config.checkpoint.keep_last,
-        )
-    except CheckpointError as error:
-        bus.emit(Incident(kind="checkpoint_not_saved", message=str(error), step=progress.step))
-        raise
-    bus.emit(
-        CheckpointSaved(
-            step=progress.step,
-            path=str(saved.path),
-            num_bytes=saved.num_bytes,
-            seconds=watch.seconds(),
-        )
-    )
-    return saved.path
 
 
 def _is_evaluated_after(run: TrainRun, step: int) -> bool:

@@ -1,47 +1,72 @@
 """Where a run goes on: from the newest whole checkpoint of its directory, or from the start.
 
-Owns what a resumed run is refused for and what it says aloud. Knows no step and no schedule.
+Owns what a resumed run is refused for and what it says aloud. On several ranks all of them call
+these together and come to the same. Knows no step and no schedule.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
-from herder.checkpoint.directory import newest_checkpoint, remove_unfinished, set_aside
+from herder.checkpoint.directory import (
+    list_checkpoints,
+    newest_checkpoint,
+    remove_unfinished,
+    set_aside,
+)
+from herder.checkpoint.manifest import find_damage, refuse_damaged
 from herder.checkpoint.metadata import differing_keys, read_meta, refuse_other_config
 from herder.checkpoint.run import Progress, load_checkpoint
 from herder.config.run import RunConfig
 from herder.errors import CheckpointError
 from herder.observe.events import Bus, CheckpointLoaded, Incident, Notice
 from herder.observe.meters import Stopwatch
-from herder.parallel.shards import copy_part
-from herder.train.state import TrainRun
+from herder.parallel.turns import all_ranks_say, first_rank_decides, place_among_ranks
+from herder.train.state import TrainRun, state_tensors
 
 
 def find_checkpoint(run_directory: Path, config: RunConfig, bus: Bus) -> Path | None:
     """The checkpoint to go on from, or None for a new run. Hold the directory's lock.
 
-    Contents are read and compared. A damaged one is an incident, set aside, and the one before is
-    used. Raises CheckpointError when all are damaged or the run was made with another config.
+    Contents are read and compared, by each rank some of the files. A damaged one is an incident,
+    set aside, and the one before is used. Raises CheckpointError when all are damaged or the run
+    was made with another config.
     """
     damaged = list[tuple[Path, CheckpointError]]()
-    remove_unfinished(run_directory)
+
+    def clean() -> list[Path]:
+        remove_unfinished(run_directory)
+        return list_checkpoints(run_directory)
+
     found = newest_checkpoint(
         run_directory,
-        reads_contents=True,
+        verify=_verify_together,
         on_damaged=lambda path, error: damaged.append((path, error)),
+        candidates=first_rank_decides(clean),
     )
-    if found is None:
-        return None
+    if found is not None:
+        first_rank_decides(lambda: _tell(found, config, damaged, bus))
+    return found
+
+
+def _verify_together(checkpoint: Path) -> None:
+    problems = find_damage(checkpoint, reads_contents=True, share=place_among_ranks())
+    refuse_damaged(checkpoint, chain.from_iterable(all_ranks_say(problems)))
+
+
+def _tell(
+    found: Path, config: RunConfig, damaged: list[tuple[Path, CheckpointError]], bus: Bus
+) -> None:
+    """Refuse another config, set aside what is damaged, and say what is other than it was."""
     saved, wanted = read_meta(found), config.model_dump(mode="json")
-    refuse_other_config(saved, wanted, where=run_directory)
+    refuse_other_config(saved, wanted, where=found.parents[1])
     for path, error in damaged:
         aside = set_aside(path)
         told = f"{error} Kept as {aside.name}; going on from {found.name}."
         bus.emit(Incident(kind="damaged_checkpoint", message=told))
     for key, (old, new) in differing_keys(saved.config, wanted).items():
         bus.emit(Notice(message=f"{key} was {old!r}, from here on {new!r}"))
-    return found
 
 
 def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
@@ -50,9 +75,8 @@ def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
     Raises CheckpointError when it does not fit the model or was trained on other documents.
     """
     watch = Stopwatch()
-    progress = load_checkpoint(
-        checkpoint, run.tensors(), architecture=run.meta.architecture, place=copy_part
-    )
+    tensors = state_tensors(run.decoder, run.optimizer)
+    progress = load_checkpoint(checkpoint, tensors, architecture=run.meta.architecture)
     if progress.data.corpus != run.corpus:
         raise CheckpointError(
             f"{checkpoint} was trained on other documents than {run.config.data.source} holds now: "

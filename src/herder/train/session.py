@@ -25,8 +25,11 @@ from herder.observe.sinks import EVENTS, JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
 from herder.observe.trace import TRACES, TRACES_BEFORE
 from herder.parallel.mesh import Rank, build_mesh, joined, refuse_other_world
+<<<<<<< HEAD
 from herder.parallel.trace import traced_collectives
 from herder.parallel.turns import first_rank_decides
+=======
+>>>>>>> b90a889 (Checkpoints go through torch.distributed.checkpoint: each rank writes and reads what it holds)
 from herder.plan.training import TrainingPlan
 from herder.train.build import build_run
 from herder.train.device import choose_device, describe_device
@@ -89,7 +92,7 @@ def _run(
     is_first = mesh is None or mesh.get_rank() == 0
     bus = Bus(_sinks(config, run_directory) if is_first else [])
     try:
-        checkpoint = first_rank_decides(lambda: find_checkpoint(run_directory, config, bus))
+        checkpoint = find_checkpoint(run_directory, config, bus)
         if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
             return _finished_before(checkpoint, config, bus)
         run = build_run(

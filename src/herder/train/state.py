@@ -10,19 +10,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from herder.checkpoint.metadata import ExperimentMeta
-from herder.checkpoint.run import (
-    DataPosition,
-    Progress,
-    TrainSources,
-    TrainTensors,
-    whole_sources,
-)
-from herder.checkpoint.stream import TensorSource
+from herder.checkpoint.run import DataPosition, Progress, TrainTensors
 from herder.config.run import RunConfig
 from herder.data.batch import MicroBatch
 from herder.families.weights import EMBEDDING, HEAD
 from herder.model.decoder import Decoder
-from herder.parallel.collect import Collector
 from herder.train.optimizer import optimizer_tensors
 from herder.train.step import StepSettings
 
@@ -31,6 +23,25 @@ def saved_buffers(decoder: Decoder) -> dict[str, Tensor]:
     """Buffers that are state, such as a router's correction_bias, by name."""
     state = decoder.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in decoder.named_buffers() if name in state}
+
+
+def state_tensors(decoder: Decoder, optimizer: AdamW, *, has_copies: bool = True) -> TrainTensors:
+    """All state that this rank holds, live, by the names it has in one process.
+
+    has_copies: with the last pipeline stage's tied embedding, which the first one has too.
+    """
+    is_tied = decoder.config.tie_embeddings
+    named = [
+        (EMBEDDING if name == HEAD and is_tied else name, each)
+        for name, each in decoder.named_parameters()
+        if has_copies or name != HEAD or not is_tied
+    ]
+    model = {**dict(named), **saved_buffers(decoder)}
+    return TrainTensors(
+        model={name: tensor.detach() for name, tensor in model.items()},
+        optimizer=optimizer_tensors(optimizer, named),
+        is_part=len(decoder.layers) < decoder.config.num_layers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,31 +68,6 @@ class TrainRun:
     flops_per_token: float
     peak_flops_per_second: float | None
     peak_source: str
-
-    def tensors(self) -> TrainTensors:
-        """All state that this rank holds, live, by the names it has in one process."""
-        named = [(self._name(name), each) for name, each in self.decoder.named_parameters()]
-        state = {**dict(named), **saved_buffers(self.decoder)}
-        return TrainTensors(
-            model={name: tensor.detach() for name, tensor in state.items()},
-            optimizer=optimizer_tensors(self.optimizer, named),
-            is_part=len(self.decoder.layers) < self.decoder.config.num_layers,
-        )
-
-    def sources(self) -> TrainSources:
-        """All state of the run, to be read whole: on several ranks by all of them together."""
-        tensors, mesh = self.tensors(), self.settings.parallel.mesh
-        if mesh is None:
-            return whole_sources(tensors)
-        model, optimizer = (Collector(each, mesh) for each in (tensors.model, tensors.optimizer))
-        return TrainSources(
-            TensorSource(model.shapes, model.read), TensorSource(optimizer.shapes, optimizer.read)
-        )
-
-    def _name(self, name: str) -> str:
-        """The last pipeline stage's copy of a tied embedding is not a parameter of its own."""
-        is_copy = name == HEAD and self.decoder.config.tie_embeddings
-        return EMBEDDING if is_copy else name
 
     def progress(self, *, step: int, tokens: int) -> Progress:
         """How far the run is after `step` steps."""

@@ -5,26 +5,29 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pydantic import JsonValue
+from safetensors.torch import save_file
 
 from herder.checkpoint.directory import checkpoint_path, list_checkpoints, newest_checkpoint
-from herder.checkpoint.metadata import ExperimentMeta, config_hash, read_meta
+from herder.checkpoint.manifest import verify_manifest, write_manifest
+from herder.checkpoint.metadata import read_meta
 from herder.checkpoint.run import (
-    DataPosition,
-    Progress,
+    CheckpointWriter,
     SavedCheckpoint,
     TrainTensors,
     load_checkpoint,
-    save_checkpoint,
-    whole_sources,
 )
 from herder.errors import CheckpointError
+from tests.tiny import meta_at, progress_at
 
 ARCHITECTURE: dict[str, JsonValue] = {
     "hidden_size": 8,
@@ -45,37 +48,26 @@ def tensors(*, seed: int, size: int = 8) -> TrainTensors:
     )
 
 
-def meta(step: int) -> ExperimentMeta:
-    return ExperimentMeta(
-        model="tiny",
-        family="llama",
-        architecture=ARCHITECTURE,
-        config={},
-        config_hash=config_hash({}),
-        plan={},
-        git_commit=None,
-        versions={},
-        step=step,
-        unix_seconds=0.0,
-    )
+verify_contents = partial(verify_manifest, reads_contents=True)
 
 
-def save(run: Path, state: TrainTensors, *, step: int, keep_last: int = 3) -> SavedCheckpoint:
-    progress = Progress(
-        step=step,
-        tokens=step * 10,
-        data=DataPosition(corpus="c", seed=0, step=step),
-        schedule={"kind": "constant"},
-    )
-    files = {"config.json": b"{}"}
-    return save_checkpoint(
+def save(
+    run: Path,
+    state: TrainTensors,
+    *,
+    step: int,
+    keep_last: int = 3,
+    model_files: Mapping[str, bytes] | None = None,
+) -> SavedCheckpoint:
+    started = CheckpointWriter(state).save(
         run,
-        whole_sources(state),
-        progress=progress,
-        meta=meta(step),
-        model_files=files,
+        state,
+        progress=progress_at(step),
+        meta=meta_at(step, ARCHITECTURE),
+        model_files={"config.json": b"{}"} if model_files is None else model_files,
         keep_last=keep_last,
     )
+    return started.result()
 
 
 def same(a: TrainTensors, b: TrainTensors) -> bool:
@@ -113,6 +105,48 @@ def test_the_folder_holds_what_a_person_and_a_model_loader_need(tmp_path: Path) 
     assert read_meta(saved.path).step == 7
     sizes = sum(path.stat().st_size for path in saved.path.iterdir())
     assert saved.num_bytes == sizes - (saved.path / "manifest.json").stat().st_size
+
+
+def test_a_checkpoint_of_an_older_herder_which_held_whole_tensors_still_loads(
+    tmp_path: Path,
+) -> None:
+    state, checkpoint = tensors(seed=1), save(tmp_path, tensors(seed=2), step=7).path
+    save_file(dict(state.model), checkpoint / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(state.optimizer), checkpoint / "optimizer.safetensors")
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
+    other = tensors(seed=3)
+    assert load_checkpoint(checkpoint, other, architecture=ARCHITECTURE).step == 7
+    assert same(state, other)
+
+
+def test_what_is_saved_in_the_background_is_what_was_there_when_it_began(tmp_path: Path) -> None:
+    state = tensors(seed=1)
+    release = threading.Event()
+
+    class Waiting(dict[str, bytes]):
+        def items(self) -> Any:
+            assert release.wait(60)
+            return super().items()
+
+    begun = CheckpointWriter(state).save(
+        tmp_path,
+        state,
+        progress=progress_at(5),
+        meta=meta_at(5, ARCHITECTURE),
+        model_files=Waiting(),
+        keep_last=1,
+        in_background=True,
+    )
+    for tensor in state.all.values():
+        tensor.zero_()
+    assert not begun.future.done()
+    assert list_checkpoints(tmp_path) == []
+    release.set()
+    assert begun.result().path == checkpoint_path(tmp_path, 5)
+    other = tensors(seed=3)
+    load_checkpoint(begun.path, other, architecture=ARCHITECTURE)
+    assert same(other, tensors(seed=1))
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
@@ -188,7 +222,7 @@ def files_no_longer_than(num_bytes: int) -> Generator[None]:
 
 def assert_only_the_first_is_there_and_good(run: Path) -> None:
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
-    assert newest_checkpoint(run, reads_contents=True) == checkpoint_path(run, 1)
+    assert newest_checkpoint(run, verify=verify_contents) == checkpoint_path(run, 1)
 
 
 @pytest.mark.parametrize("limit", [3_000, 8_500])
@@ -198,20 +232,9 @@ def test_a_save_that_cannot_be_written_leaves_nothing_and_spares_earlier_ones(
     # 3,000 bytes end within the first file; 8,500 hold the tensors but not the extra file.
     save(tmp_path, tensors(seed=1), step=1)
     big = tensors(seed=2, size=250)
+    files = {"tokenizer.json": bytes(10_000)}
     with files_no_longer_than(limit), pytest.raises(CheckpointError, match="could not be written"):
-        save_checkpoint(
-            tmp_path,
-            whole_sources(big),
-            progress=Progress(
-                step=2,
-                tokens=0,
-                data=DataPosition(corpus="c", seed=0, step=2),
-                schedule={"kind": "constant"},
-            ),
-            meta=meta(2),
-            model_files={"tokenizer.json": bytes(10_000)},
-            keep_last=1,
-        )
+        save(tmp_path, big, step=2, model_files=files, keep_last=1)
     assert_only_the_first_is_there_and_good(tmp_path)
 
 
@@ -242,21 +265,19 @@ KILLED_IN_A_SAVE = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import test_run as t
+from tests.unit.checkpoint import test_run as t
 class Endless(dict):
     def items(self):
         print("in the middle", flush=True)
         time.sleep(600)
 t.save(Path(sys.argv[1]), t.tensors(seed=1), step=1)
-t.save_checkpoint(Path(sys.argv[1]), t.whole_sources(t.tensors(seed=2)), progress=t.Progress(
-    step=2, tokens=0, data=t.DataPosition(corpus="c", seed=0, step=2), schedule={}), meta=t.meta(2),
-    model_files=Endless(), keep_last=1)
+t.save(Path(sys.argv[1]), t.tensors(seed=2), step=2, model_files=Endless(), keep_last=1)
 """
 
 
 def test_kill_9_in_the_middle_of_a_save_leaves_the_previous_one_good(tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path), str(Path(__file__).parent)],
+        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path), str(Path(__file__).parents[3])],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -265,10 +286,10 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_previous_one_good(tmp_path: P
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert any(path.name.startswith(".writing-") for path in (tmp_path / "checkpoints").iterdir())
-    newest = newest_checkpoint(tmp_path, reads_contents=True)
+    newest = newest_checkpoint(tmp_path, verify=verify_contents)
     assert newest == checkpoint_path(tmp_path, 1)
     other = tensors(seed=3)
     load_checkpoint(newest, other, architecture=ARCHITECTURE)
     assert same(other, tensors(seed=1))
     saved = save(tmp_path, tensors(seed=4), step=2)
-    assert newest_checkpoint(tmp_path, reads_contents=True) == saved.path
+    assert newest_checkpoint(tmp_path, verify=verify_contents) == saved.path

@@ -12,18 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from herder.checkpoint.huggingface import save_huggingface
-from herder.checkpoint.metadata import ExperimentMeta
-from herder.checkpoint.run import (
-    DataPosition,
-    Progress,
-    TrainTensors,
-    save_checkpoint,
-    whole_sources,
-)
+from herder.checkpoint.run import CheckpointWriter, TrainTensors
 from herder.checkpoint.source import resolve_model
 from herder.errors import CheckpointError, ModelError, WeightsError
 from herder.families.registry import architecture_to_hf
 from herder.model.decoder import Decoder
+from tests.tiny import meta_at, progress_at
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -122,34 +116,21 @@ def test_a_tied_model_whose_file_holds_two_different_matrices_is_read_as_untied(
 
 
 def save_run(decoder: Decoder, run: Path, step: int) -> None:
-    architecture = decoder.config.model_dump(mode="json")
     config = json.dumps(architecture_to_hf(decoder.config, family="llama"))
     optimizer = {"step": torch.ones(1)}
     tensors = TrainTensors(model=dict(decoder.named_parameters()), optimizer=optimizer)
-    save_checkpoint(
+    save = CheckpointWriter(tensors).save(
         run,
-        whole_sources(tensors),
-        progress=Progress(
-            step=step, tokens=0, data=DataPosition(corpus="", seed=0, step=step), schedule={}
-        ),
-        meta=ExperimentMeta(
-            model="tiny",
-            family="llama",
-            architecture=architecture,
-            config={},
-            config_hash="",
-            plan={},
-            git_commit=None,
-            versions={},
-            step=step,
-            unix_seconds=0.0,
-        ),
+        tensors,
+        progress=progress_at(step),
+        meta=meta_at(step, decoder.config.model_dump(mode="json")),
         model_files={
             "config.json": config.encode(),
             "generation_config.json": b'{"eos_token_id": [4]}',
         },
         keep_last=2,
     )
+    save.result()
 
 
 def test_a_run_directory_is_its_newest_checkpoint(

@@ -168,9 +168,3 @@ def test_interleaved_outputs_take_turns_after_the_transposition() -> None:
     whole = torch.arange(3 * 5 * 14).reshape(3, 5, 14)
     assert torch.equal(gate.part_of(whole)[1, 2], whole[1, :, 4])
     assert torch.equal(up.part_of(whole)[1, 2], whole[1, :, 5])
-
-
-def test_a_run_has_each_of_our_tensors_under_its_own_name() -> None:
-    own = EXPERTS.of_ours().to_ours(SHAPES, where="run")
-    assert names(own) == {name: name for name in SHAPES}
-    assert all(part.is_whole for (part,) in own.values())

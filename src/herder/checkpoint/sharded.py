@@ -1,0 +1,204 @@
+"""Tensors that ranks hold in parts, to files and back, through torch.distributed.checkpoint.
+
+It says which part of what a rank has, who writes what several have, and which stored pieces make up
+a part under another layout. What its own file format lacks is here: safetensors, which no pickle
+is in and which a model is read from without ranks, hashed and brought to the disk as it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.futures import Future
+
+from herder.checkpoint.manifest import FileEntry
+from herder.checkpoint.stream import write_tensors
+from herder.errors import CheckpointError
+from herder.families.weights import listed
+from herder.parallel.shards import held_tensor
+from herder.parallel.turns import all_ranks_say
+
+
+class PlannedOnce(DefaultSavePlanner):
+    """Which tensors this rank writes, settled once, since every save of a run is alike.
+
+    Of what several ranks hold one writes it, each about as many bytes as the others. Raises
+    ValueError where what they hold does not make up whole tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+        """A collective of the group; None: this process is alone."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(dict(tensors))
+        own = super().create_local_plan()
+        plans = [own] if group is None else all_ranks_say(own, group)
+        plans, metadata = super().create_global_plan(plans)
+        self._own = plans[0 if group is None else dist.get_rank(group)]
+        every = _tensors_of(metadata).values()
+        self.num_bytes = sum(x.size.numel() * x.properties.dtype.itemsize for x in every)
+        """Of all tensors together."""
+
+    def written_here(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What this rank writes, as plain tensors: its part of each."""
+        names = (item.index.fqn for item in self._own.items)
+        return {name: held_tensor(tensors[name]).detach() for name in names}
+
+    def create_local_plan(self) -> SavePlan:
+        """Nothing, as all is settled."""
+        return SavePlan([])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Nothing either."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """What was settled."""
+        return self._own
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The part itself: it was given as a plain tensor."""
+        return self.state_dict[index.fqn]
+
+
+class SafetensorsWriter(FileSystemWriter):
+    """Writes a file for each kind of tensors that this rank has something of.
+
+    file_of: which file a tensor goes to. Called on the first rank: begin before any rank writes,
+    finish with the files of all of them; what it gives is all ranks' storage_data.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        file_of: Callable[[str], str],
+        begin: Callable[[], None],
+        finish: Callable[[dict[str, FileEntry]], object],
+    ) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._file_of = file_of
+        self._begin = begin
+        self._finish = finish
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is: the first rank makes the folder."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make ready. The other ranks wait for what the first one returns here."""
+        self._begin()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's files; their entries of the manifest."""
+        files = dict[str, list[WriteItem]]()
+        for item in plan.items:
+            files.setdefault(self._file_of(item.index.fqn), []).append(item)
+        done: Future[Any] = Future()
+        done.set_result(
+            [(f, write_tensors(self._folder / f, i, planner)) for f, i in files.items()]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On the first rank, once all have written."""
+        metadata.storage_data = self._finish(dict(chain.from_iterable(results)))
+
+
+def read_metadata(files: Sequence[Path]) -> Metadata:
+    """Which pieces of which tensors files hold, from their headers.
+
+    Raises CheckpointError for a file that cannot be read, and for a tensor that is not whole.
+    """
+    with _told():
+        reader = HuggingFaceStorageReader("")
+        reader.fs = _Files(files)
+        stored = reader.read_metadata()
+    torn = [
+        name
+        for name, each in _tensors_of(stored).items()
+        if sum(chunk.sizes.numel() for chunk in each.chunks) != each.size.numel()
+    ]
+    if torn:
+        where = files[0].parent
+        raise CheckpointError(f"{where}: pieces are missing of {listed(torn)}. Copy it again.")
+    return stored
+
+
+class _Files(FileSystem):
+    """Some files, wherever they are."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._names = list(map(str, files))
+
+    def ls(self, path: str | PathLike[str]) -> list[str]:
+        return self._names
+
+
+def load_tensors(live: Mapping[str, Tensor], stored: Metadata) -> None:
+    """Copy what this rank holds of live tensors out of the pieces that files hold.
+
+    Ranks need not do it together. Raises CheckpointError for a file that cannot be read.
+    """
+    reader = HuggingFaceStorageReader("")
+    reader.set_up_storage_reader(stored, is_coordinator=True)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(live), stored)
+    plan = planner.finish_plan(planner.create_local_plan())
+    with _told():
+        reader.read_data(plan, planner).wait()
+
+
+def refuse_misfits(
+    live: Mapping[str, Tensor], stored: Metadata, *, where: object, is_part: bool
+) -> None:
+    """Raise CheckpointError with all names and shapes in which live and stored tensors differ.
+
+    On several ranks all of them call it together. is_part: whether more may be stored.
+    """
+    found = _tensors_of(stored)
+    problems = [f"{name} is missing" for name in live.keys() - found.keys()]
+    if not is_part:
+        problems += [f"{name} is extra" for name in found.keys() - live.keys()]
+    for name in live.keys() & found.keys():
+        shape, wanted = tuple(found[name].size), tuple(live[name].shape)
+        if shape != wanted:
+            problems.append(f"{name} is {shape}, wanted {wanted}")
+    told = sorted(set(chain.from_iterable(all_ranks_say(problems))))
+    if told:
+        lines = listed(told, separator="\n  ")
+        raise CheckpointError(f"{where} does not fit this model:\n  {lines}")
+
+
+def _tensors_of(stored: Metadata) -> dict[str, TensorStorageMetadata]:
+    every = stored.state_dict_metadata.items()
+    return {name: each for name, each in every if isinstance(each, TensorStorageMetadata)}
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"a checkpoint's tensors cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""A checkpoint of state on a GPU, through pinned copies on the host and a gloo group beside nccl."""
+"""A checkpoint of a GPU's state: pinned copies on the host, and a gloo group beside nccl."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from herder.checkpoint.directory import checkpoint_path
+from herder.checkpoint.huggingface import (
+    export_run,
+    load_decoder,
+    save_huggingface,
+    stored_dtype,
+)
 from herder.checkpoint.run import CheckpointWriter, load_checkpoint
+from herder.checkpoint.source import resolve_model
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import model_config_json
 from herder.config.run import OptimizerConfig
-from herder.errors import PlanError
-from herder.families.registry import architecture_from_hf
+from herder.errors import CheckpointError, PlanError
+from herder.families.registry import architecture_from_hf, architecture_to_hf, family_of
 from herder.model.build import build_decoder, initialize_weights
 from herder.parallel.apply import apply
 from herder.parallel.mesh import build_mesh, storage_group
@@ -29,7 +37,7 @@ from herder.parallel.shards import copy_part, held_tensor, whole_tensor
 from herder.plan.training import TrainingPlan
 from herder.train.optimizer import build_optimizer
 from herder.train.shrink import shrunk
-from herder.train.state import state_tensors
+from herder.train.state import saved_buffers, state_tensors
 from herder.train.step import StepSettings, train_step
 from herder.train.verify_layouts import (
     MAX_RANKS,
@@ -57,6 +65,7 @@ class Hop:
     run_directory: Path
     step: int
     """At 0 there is nothing to load."""
+    model_files: dict[str, bytes]
 
     @property
     def expected(self) -> Path:
@@ -113,7 +122,7 @@ def _save(case: Hop, writer: CheckpointWriter, tensors: Any) -> None:
         tensors,
         progress=progress_at(case.step),
         meta=meta_at(case.step, case.architecture.model_dump(mode="json")),
-        model_files={},
+        model_files=case.model_files,
         keep_last=2,
         in_background=case.step % 2 == 0,
     )
@@ -125,13 +134,18 @@ def _save(case: Hop, writer: CheckpointWriter, tensors: Any) -> None:
         held_tensor(tensor).copy_(kept[name])
 
 
-def travel(name: str, layouts: Sequence[VerifyLayout], run_directory: Path) -> None:
-    """Through the layouts in turn: each loads what the one before saved."""
-    architecture = shrunk(architecture_from_hf(model_config_json(name), name=name))
+def travel(
+    name: str,
+    layouts: Sequence[VerifyLayout],
+    run_directory: Path,
+    model_files: dict[str, bytes] | None = None,
+) -> dict[str, Tensor]:
+    """Through the layouts in turn: each loads what the one before saved. The last one's tensors."""
+    architecture = small(name)
     expected = dict[str, Tensor]()
     for step, layout in enumerate(layouts):
         plan = plan_layout(architecture, layout, num_micro_batches=MICRO_BATCHES)
-        case = Hop(architecture, plan, run_directory, step)
+        case = Hop(architecture, plan, run_directory, step, model_files or {})
         save_file(expected, case.expected)
         told = run_on_ranks(hop, plan.layout.num_ranks, case, timeout_seconds=300.0)
         wrong = {each for rank, _ in told for each in rank}
@@ -140,6 +154,11 @@ def travel(name: str, layouts: Sequence[VerifyLayout], run_directory: Path) -> N
         expected = {n: tensor for _, whole in told[::-1] for n, tensor in whole.items()}
         assert any(n.startswith("exp_avg_sq.") and x.any() for n, x in expected.items())
         _check_nothing_is_written_twice(checkpoint_path(run_directory, step), expected)
+    return expected
+
+
+def small(name: str) -> ArchitectureConfig:
+    return shrunk(architecture_from_hf(model_config_json(name), name=name))
 
 
 def _check_nothing_is_written_twice(checkpoint: Path, expected: dict[str, Tensor]) -> None:
@@ -154,7 +173,7 @@ def _check_nothing_is_written_twice(checkpoint: Path, expected: dict[str, Tensor
 
 def legal(name: str, layouts: Sequence[VerifyLayout]) -> list[VerifyLayout]:
     """Those that the model can be laid out in; recompute is nothing that a checkpoint could see."""
-    architecture = shrunk(architecture_from_hf(model_config_json(name), name=name))
+    architecture = small(name)
     found = []
     for layout in layouts:
         try:
@@ -187,6 +206,32 @@ def test_what_one_layout_saves_another_loads_to_the_last_bit(name: str, tmp_path
 def test_two_layouts_drawn_by_chance_understand_each_other(name: str, tmp_path: Path) -> None:
     small = [layout for layout in shuffled(name, seed=0) if layout.num_ranks <= MAX_RANKS // 2]
     travel(name, small[:2], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama-debug", "fsdp=2,pp=2"), ("moe-debug", "fsdp=2,tp=2,ep=2")],
+)
+def test_what_ranks_saved_is_a_model_that_one_process_loads_and_takes_elsewhere(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    architecture, family = small(name), family_of(model_config_json(name), name=name).name
+    config = json.dumps(architecture_to_hf(architecture, family=family)).encode()
+    run = tmp_path / "run"
+    run.mkdir()
+    saved = travel(name, parse_layouts([layout]), run, {"config.json": config})
+    assert len(list(run.glob("checkpoints/*/model-*.safetensors"))) == 4
+    source = resolve_model(str(run))
+    assert (source.weights, stored_dtype(source)) == ("run", torch.float32)
+    decoder = load_decoder(source)
+    loaded = {**dict(decoder.named_parameters()), **saved_buffers(decoder)}
+    assert all(_is_same(tensor.detach(), saved[name]) for name, tensor in loaded.items())
+    save_huggingface(decoder, tmp_path / "whole", family=family, like=source)
+    export_run(source, tmp_path / "piecewise", dtype=torch.float32)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "piecewise" / path.name).read_bytes(), path.name
+    with pytest.raises(CheckpointError, match=r"pieces are missing of|does not fit"):
+        load_decoder(replace(source, files=source.files[:-1]))
 
 
 @pytest.mark.full

@@ -54,8 +54,7 @@ def command(source: str, target: Path, form: str | None, precision: str | None) 
     elif found.weights == "run":
         export_run(found, target, dtype=dtype)
     else:
-        decoder = load_decoder(found, dtype=dtype)
-        save_huggingface(decoder, target, family=found.family, like=found)
+        save_huggingface(load_decoder(found, dtype=dtype), target, family=found.family, like=found)
     click.echo(f"{found.name} is in {target}", err=True)
 
 
@@ -67,7 +66,7 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
     config = RunConfig(run_directory=str(target), model=ModelConfig(source=reference))
     model = {**dict(decoder.named_parameters()), **saved_buffers(decoder)}
     tensors = TrainTensors(model=model, optimizer={})
-    save = CheckpointWriter(tensors).save(
+    begun = CheckpointWriter(tensors).save(
         target,
         tensors,
         progress=Progress(
@@ -77,4 +76,4 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
         model_files=model_files(found, found.folder),
         keep_last=1,
     )
-    save.result()
+    begun.result()

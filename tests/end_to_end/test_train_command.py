@@ -183,6 +183,18 @@ def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
         assert resumed == (runs.directory("unbroken") / path).read_bytes()
 
 
+def test_a_second_job_in_one_run_directory_is_refused_and_the_first_goes_on(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = runs.start("twice")
+    when(process, lambda: len(_lines(runs, "twice")) >= 2)
+    assert runs.run("twice") == 2
+    assert f"another process (id {process.pid}) is training in" in capsys.readouterr().err
+    process.terminate()
+    _, err = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 143, err
+
+
 def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(
     runs: Runs, unbroken: dict[int, float]
 ) -> None:

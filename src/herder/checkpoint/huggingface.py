@@ -96,8 +96,8 @@ def load_weights(
     place(live, whole): for a decoder that is sharded, or a stage of one; each of its parameters is
     put together on the host, handed over and forgotten.
 
-    Raises WeightsError that lists everything missing, unknown, misshapen or of a dtype that cannot
-    be read; the decoder is then untouched. Warns where files and config disagree on tying.
+    Raises WeightsError (of a run CheckpointError) that lists everything missing, unknown, misshapen
+    or of a dtype that cannot be read. Warns where files and config disagree on tying.
     """
     if source.weights == "run":
         _load_run(decoder, source, device=device, is_part=place is not None)
@@ -249,14 +249,10 @@ def export_run(
     source: ModelSource, folder: Path, *, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """The same of a run's checkpoint, without the model: one of its tensors in memory, and one file
-    of the new folder.
-
-    Raises WeightsError too where the checkpoint's tensors are not those of its architecture.
+    of the new folder. Raises CheckpointError too where it does not fit its own config.
     """
-    stored, like = (
-        read_metadata(source.files),
-        _ours(build_decoder(source.architecture, dtype=dtype)),
-    )
+    stored = read_metadata(source.files)
+    like = _ours(build_decoder(source.architecture, dtype=dtype))
     refuse_misfits(like, stored, where=source.name, is_part=False)
 
     @lru_cache(maxsize=1)  # experts that are stacked in one tensor go to many

@@ -29,7 +29,7 @@ from pydantic import JsonValue, NonNegativeInt, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from herder.checkpoint.directory import (
     checkpoint_path,
@@ -155,14 +155,15 @@ class CheckpointWriter:
     ) -> None:
         """A collective of the group, which nothing else may use; None: this process is alone.
 
-        pins: whether copies on the host are in memory that a GPU writes to directly, which is then
-        kept from save to save.
+        Copies on the host are made into the same memory at every save. pins: whether a GPU writes
+        to it directly.
         """
         self._group = group
         self._rank = None if group is None else dist.get_rank(group)
         self._planner = PlannedOnce(tensors.all, group)
         self._optimizer_names = frozenset(tensors.optimizer)
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=pins)
+        options = StagingOptions(pins, False, False, pins)  # neither shared nor in a thread
+        self._stager = DefaultStager(options)
         if group is None:  # which torch would remark at every save
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
 

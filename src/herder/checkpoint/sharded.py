@@ -77,8 +77,8 @@ class PlannedOnce(DefaultSavePlanner):
         return self._own
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The part itself: it was given as a plain tensor."""
-        return self.state_dict[index.fqn]
+        """The part itself, given as a plain tensor; asked for once, and then let go of."""
+        return self.state_dict.pop(index.fqn)
 
 
 class SafetensorsWriter(FileSystemWriter):
@@ -131,7 +131,7 @@ def read_metadata(files: Sequence[Path]) -> Metadata:
 
     Raises CheckpointError for a file that cannot be read, and for a tensor that is not whole.
     """
-    with _told():
+    with _told(files[0].parent if files else "no files"):
         reader = HuggingFaceStorageReader("")
         reader.fs = _Files(files)
         stored = reader.read_metadata()
@@ -141,8 +141,8 @@ def read_metadata(files: Sequence[Path]) -> Metadata:
         if sum(chunk.sizes.numel() for chunk in each.chunks) != each.size.numel()
     ]
     if torn:
-        where = files[0].parent
-        raise CheckpointError(f"{where}: pieces are missing of {listed(torn)}. Copy it again.")
+        told = f"{files[0].parent}: pieces are missing of {listed(torn)}. Copy it again."
+        raise CheckpointError(told)
     return stored
 
 
@@ -166,7 +166,7 @@ def load_tensors(live: Mapping[str, Tensor], stored: Metadata) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(live), stored)
     plan = planner.finish_plan(planner.create_local_plan())
-    with _told():
+    with _told("a checkpoint"):
         reader.read_data(plan, planner).wait()
 
 
@@ -197,8 +197,8 @@ def _tensors_of(stored: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 @contextmanager
-def _told() -> Generator[None]:
+def _told(where: object) -> Generator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"a checkpoint's tensors cannot be read: {error}") from None
+        raise CheckpointError(f"{where}: its tensors cannot be read: {error}") from None

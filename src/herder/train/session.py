@@ -25,11 +25,7 @@ from herder.observe.sinks import EVENTS, JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
 from herder.observe.trace import TRACES, TRACES_BEFORE
 from herder.parallel.mesh import Rank, build_mesh, joined, refuse_other_world
-<<<<<<< HEAD
 from herder.parallel.trace import traced_collectives
-from herder.parallel.turns import first_rank_decides
-=======
->>>>>>> b90a889 (Checkpoints go through torch.distributed.checkpoint: each rank writes and reads what it holds)
 from herder.plan.training import TrainingPlan
 from herder.train.build import build_run
 from herder.train.device import choose_device, describe_device

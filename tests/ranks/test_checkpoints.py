@@ -51,8 +51,6 @@ from tests.tiny import meta_at, micro_batches, progress_at
 
 MODELS = ("llama-debug", "moe-debug", "mla-debug")
 """Dense with a tied head and two heads of keys, with experts, and with a latent and both."""
-MICRO_BATCHES = 24
-"""Of a step over all ranks: three divides it, which leaves shares that are not even."""
 ODD = parse_layouts(["fsdp=3", "fsdp=3,zero=1,tp=2", "dp=1", "fsdp=8"])
 
 
@@ -66,6 +64,8 @@ class Hop:
     step: int
     """At 0 there is nothing to load."""
     model_files: dict[str, bytes]
+    num_micro_batches: int
+    """Of a step over all ranks."""
 
     @property
     def expected(self) -> Path:
@@ -99,7 +99,7 @@ def hop(case: Hop) -> tuple[list[str], dict[str, Tensor]]:
         device=device, precision="fp32", loss_chunk_tokens=24, clip_norm=1.0, parallel=parallel
     )
     index, count = parallel.data_shard
-    batches = micro_batches(case.step, MICRO_BATCHES, SEQUENCE_LENGTH)
+    batches = micro_batches(case.step, case.num_micro_batches, SEQUENCE_LENGTH)
     train_step(decoder.train(), optimizer, batches[index::count], settings)
     saved = state_tensors(decoder, optimizer, has_copies=False)
     _save(case, CheckpointWriter(saved, group), saved)
@@ -144,8 +144,9 @@ def travel(
     architecture = small(name)
     expected = dict[str, Tensor]()
     for step, layout in enumerate(layouts):
-        plan = plan_layout(architecture, layout, num_micro_batches=MICRO_BATCHES)
-        case = Hop(architecture, plan, run_directory, step, model_files or {})
+        plan = plan_layout(architecture, layout)
+        files, num_micro_batches = model_files or {}, layout.num_micro_batches
+        case = Hop(architecture, plan, run_directory, step, files, num_micro_batches)
         save_file(expected, case.expected)
         told = run_on_ranks(hop, plan.layout.num_ranks, case, timeout_seconds=300.0)
         wrong = {each for rank, _ in told for each in rank}
@@ -177,7 +178,7 @@ def legal(name: str, layouts: Sequence[VerifyLayout]) -> list[VerifyLayout]:
     found = []
     for layout in layouts:
         try:
-            plan_layout(architecture, layout, num_micro_batches=MICRO_BATCHES)
+            plan_layout(architecture, layout)
         except PlanError:
             continue
         found += [layout] if layout.recompute == "none" else []

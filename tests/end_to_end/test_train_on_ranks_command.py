@@ -8,86 +8,41 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from herder.checkpoint.directory import list_checkpoints
 from herder.cli.main import run
+from tests.end_to_end.training import HERDER, WAIT_SECONDS, Training
 
-HERDER = (sys.executable, "-c", "from herder.cli.main import main; main()")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LAUNCHERS = {"herder": HERDER, "torchrun": (*TORCHRUN, "--no-python", *HERDER)}
-WAIT_SECONDS = 120
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_tokenizer_json: str) -> Path:
-    """Of a model that trains on two ranks of this machine, for longer than anybody waits."""
-    monkeypatch.setenv("HERDER_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "tokenizer.json").write_text(small_tokenizer_json)
-    (tmp_path / "text.txt").write_text("\n\n".join(["sheep and a wolf at the gate"] * 200))
-    written = {
-        "run_directory": str(tmp_path / "run"),
-        "model": {
-            "initialize": "random",
-            "config": {
-                "model_type": "llama",
-                "architectures": ["LlamaForCausalLM"],
-                "vocab_size": 400,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 64,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 10000.0,
-                "tie_word_embeddings": True,
-                "hidden_act": "silu",
-            },
-        },
-        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
-        "layout": {"zero_stage": 0},
-        "data": {
-            "source": str(tmp_path / "text.txt"),
-            "tokenizer": str(tmp_path / "tokenizer.json"),
-        },
-        "train": {"steps": 10**6, "sequence_length": 64, "precision": "fp32"},
-        "checkpoint": {"every_steps": 10**6},
-        "observe": {"tensorboard": False},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(written))
-    return path
-
-
-def test_ranks_are_started_stop_when_asked_and_save(recipe: Path) -> None:
-    events = recipe.parent / "run" / "events.jsonl"
-    words = [*HERDER, "train", str(recipe)]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        until = time.monotonic() + WAIT_SECONDS
-        while "StepFinished" not in (events.read_text() if events.exists() else ""):
-            if process.poll() is not None or time.monotonic() > until:
-                process.kill()
-                pytest.fail(f"no step was done: {process.communicate()}")
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 143, err
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGTERM, None), (signal.SIGUSR1, 1)], ids=["to all", "to one"]
+)
+def test_ranks_are_started_stop_when_asked_and_save(
+    number: signal.Signals, rank: int | None, recipe: Path
+) -> None:
+    with Training(recipe) as training:
+        training.wait_for_steps(1)
+        (training.process if rank is None else training.rank(rank)).send_signal(number)
+        out, err = training.finish()
+    assert training.process.returncode == 128 + number, err
     assert err.count("parameters on DP 2") == 1, "the plan is shown once"
-    assert err.count("SIGTERM: finishing this step, then saving") == 1
+    asked = f"{number.name}: finishing this step, then saving"
+    assert err.count(asked) == (rank is None), "to one rank: it does not speak for all"
     assert f"Go on with:\n  herder train {recipe}\n" in out
-    (saved,) = list_checkpoints(recipe.parent / "run")
+    (saved,) = list_checkpoints(training.run_directory)
     assert json.loads((saved / "manifest.json").read_text())
-    assert not (recipe.parent / "run" / "collectives").exists(), "nobody asked for traces"
+    assert not (training.run_directory / "collectives").exists(), "nobody asked for traces"
+    interrupted = training.events("RunInterrupted")[-1]
+    assert interrupted["signal"] == number.name
+    assert (interrupted["seconds"] or 0.0) < WAIT_SECONDS
 
 
 def refused(recipe: Path, *overrides: str) -> int:
@@ -133,25 +88,13 @@ def fail_in_a_step(
     recipe: Path, launcher: Sequence[str], number: signal.Signals, *settings: str, rank: int = 1
 ) -> str:
     """Send one rank that signal while it trains; what was told once all have ended."""
-    words = [str(recipe), "--set", "train.collective_timeout_seconds=15"]
-    words += [word for setting in settings for word in ("--set", setting)]
-    events, until = recipe.parent / "run" / "events.jsonl", time.monotonic() + WAIT_SECONDS
-    with subprocess.Popen(
-        [*launcher, "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        while (events.read_text() if events.exists() else "").count("StepFinished") < 3:
-            if process.poll() is not None or time.monotonic() > until:
-                process.terminate()
-                pytest.fail(f"no steps were done: {process.communicate()}")
-            time.sleep(0.05)
-        ranks = [
-            each for each in psutil.Process(process.pid).children() if "RANK" in each.environ()
-        ]
-        (one,) = [each for each in ranks if each.environ()["RANK"] == str(rank)]
-        one.send_signal(number)
-        _, err = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 1, err
-    assert not any(each.is_running() for each in ranks)
+    given = ("restart.max_in_a_row=0", "train.collective_timeout_seconds=15", *settings)
+    with Training(recipe, *given, launcher=launcher) as training:
+        training.wait_for_steps(3)
+        training.rank(rank).send_signal(number)
+        _, err = training.finish()
+    assert training.process.returncode == 1, err
+    assert training.rank_processes() == []
     return err
 
 

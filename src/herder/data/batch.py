@@ -79,6 +79,11 @@ class MicroBatch:
         added = tuple(length for length in lengths if length)
         return replace(self, **padded, document_lengths=(*self.document_lengths, *added))
 
+    def emptied(self) -> MicroBatch:
+        """One of the same shape that is all padding: nothing is learned from it."""
+        nothing = torch.zeros_like(self.weights_T), torch.zeros_like(self.real_T)
+        return replace(self, weights_T=nothing[0], real_T=nothing[1])
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}

@@ -44,21 +44,19 @@ class TokenDataset:
     ) -> list[MicroBatch]:
         """The micro-batches of optimizer step `step` (from 0), or one rank's share of them.
 
-        A pure function of (seed, step). Shard i of n has micro-batches i, i + n, i + 2n, ...; n
-        must divide their number, so that ranks wait for no one.
+        A pure function of (seed, step). Shard i of n has micro-batches i, i + n, i + 2n, ...; all
+        shards have as many, since ranks meet in each: the last ones of a step that n does not
+        divide are empty.
         """
-        if self.num_micro_batches % num_shards:
-            raise ConfigError(
-                f"{num_shards} data-parallel ranks do not divide the {self.num_micro_batches} "
-                "micro-batches of a step (train.global_batch_tokens / "
-                f"{self.micro_batch_size * self.packed.sequence_length})."
-            )
         rows = self.rows(step)
         micro_tokens = self.micro_batch_size * self.packed.sequence_length
-        return [
-            replace(self.packed.micro_batch(rows[index]), first_token=index * micro_tokens)
-            for index in range(shard_index, self.num_micro_batches, num_shards)
-        ]
+        own = range(shard_index, -(-self.num_micro_batches // num_shards) * num_shards, num_shards)
+        batches = []
+        for index in own:
+            batch = self.packed.micro_batch(rows[min(index, len(rows) - 1)])
+            batch = replace(batch, first_token=index * micro_tokens)
+            batches.append(batch if index < len(rows) else batch.emptied())
+        return batches
 
     def rows(self, step: int) -> NDArray[np.int64]:
         """[micro-batches, micro_batch_size]: which packed rows step `step` reads."""

@@ -162,6 +162,8 @@ class RunInterrupted:
 
     step: int
     signal: str
+    seconds: float | None = None
+    """From the signal until all was saved; None where only another rank got it."""
 
 
 @dataclass(frozen=True, kw_only=True)

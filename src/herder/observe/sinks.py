@@ -123,7 +123,8 @@ def describe(event: Event, *, steps: int) -> str:
             return f"incident{where}: {event.kind}: {event.message}"
         case RunInterrupted():
             state = "state saved" if event.step else "nothing to save yet"
-            return f"{event.signal}: stopped after step {event.step} of {steps}, {state}"
+            told = f"{event.signal}: stopped after step {event.step} of {steps}, {state}"
+            return told + (f", {event.seconds:.1f} s later" if event.seconds is not None else "")
         case RunFinished():
             return (
                 f"finished {event.step} steps: loss {event.loss:.4f}, {event.tokens:,} tokens "

@@ -25,7 +25,7 @@ from herder.parallel.board import Board
 from herder.parallel.diagnosis import RankState, diagnose, is_cause_gone
 from herder.parallel.relay import Relay
 from herder.parallel.seat import INHERITED
-from herder.parallel.world import refuse_several_nodes
+from herder.parallel.world import STOP_SIGNALS, refuse_several_nodes
 from herder.plan.training import TrainingPlan
 from herder.units import GB
 
@@ -57,15 +57,17 @@ class Job:
     """For coordinates in messages."""
     timeout_seconds: float
     """Of a collective, for messages."""
+    devices: Sequence[int] = ()
+    """Which one each rank uses; empty: as the ranks are numbered."""
 
 
-def job_of_plan(plan: TrainingPlan, words: Sequence[str], timeout_seconds: float) -> Job | None:
-    """The job that runs `herder WORDS` on the plan's ranks; None where it has one only.
+def job_of_plan(
+    plan: TrainingPlan, words: Sequence[str], timeout_seconds: float, devices: Sequence[int] = ()
+) -> Job:
+    """The job that runs `herder WORDS` on the plan's ranks.
 
     Raises PlanError for a plan of several nodes.
     """
-    if plan.layout.num_ranks == 1:
-        return None
     refuse_several_nodes(plan.cluster.nodes, plan.cluster.gpus_per_node, ["herder", *words])
     this_program = [sys.executable, "-P", "-c", "from herder.cli.main import main; main()"]
     return Job(
@@ -73,6 +75,7 @@ def job_of_plan(plan: TrainingPlan, words: Sequence[str], timeout_seconds: float
         num_ranks=plan.layout.num_ranks,
         mesh_axes=plan.mesh_axes,
         timeout_seconds=timeout_seconds,
+        devices=devices,
     )
 
 
@@ -89,7 +92,8 @@ def shortage_of_plan(plan: TrainingPlan) -> str:
 def launch(job: Job, asked: Asked) -> int:
     """Run the job's ranks to their end; 0, or 128 plus the signal that they were asked to stop by.
 
-    Each signal that this process hears is passed on to every rank once. Raises RankError naming the
+    Each signal that this process hears is passed on to every rank once; one that a rank got from
+    elsewhere stops all of them too. Raises RankError naming the
     rank that died, hung or failed, UserError or TrainingError with what ranks said themselves.
     """
     with ExitStack() as stack:
@@ -103,8 +107,9 @@ def launch(job: Job, asked: Asked) -> int:
         states = _watch(ranks, relay, asked)
         if all(status == 0 for status in ranks.statuses()):
             return 0
-        if asked.signal is not None and ranks.were_stopped_by(asked.signal):
-            return 128 + asked.signal
+        stopped_by = asked.signal or ranks.signal_they_agreed_on()
+        if stopped_by is not None and ranks.were_stopped_by(stopped_by):
+            return 128 + stopped_by
         now = time.time()
         raise diagnose(states, job.mesh_axes, timeout_seconds=job.timeout_seconds, unix_seconds=now)
 
@@ -161,7 +166,7 @@ class _Ranks:
             **defaults,
             **os.environ,
             "RANK": str(index),
-            "LOCAL_RANK": str(index),
+            "LOCAL_RANK": str(self.job.devices[index] if self.job.devices else index),
             "WORLD_SIZE": count,
             "LOCAL_WORLD_SIZE": count,
             "MASTER_ADDR": _HOST,
@@ -180,7 +185,11 @@ class _Ranks:
 
     def were_stopped_by(self, number: signal.Signals) -> bool:
         """Whether that is why they ended. One that did not listen yet takes the others with it."""
-        return -number in self.statuses() or not self.has_failed(asked=number)
+        return -number in self.statuses() or not self.has_failed()
+
+    def signal_they_agreed_on(self) -> signal.Signals | None:
+        """The one that they say they were stopped by."""
+        return next((by for by in STOP_SIGNALS if 128 + by in self.statuses()), None)
 
     def states(self) -> list[RankState]:
         """What is known of each rank now."""
@@ -195,9 +204,9 @@ class _Ranks:
             for index, status in enumerate(self.statuses())
         ]
 
-    def has_failed(self, *, asked: signal.Signals | None) -> bool:
-        """Whether a rank failed, as its status or its report says. asked: to stop by that."""
-        fine = (None, 0) if asked is None else (None, 0, 128 + asked)
+    def has_failed(self) -> bool:
+        """Whether a rank failed, as its status or its report says."""
+        fine = (None, 0, *(128 + number for number in STOP_SIGNALS))
         reports = (self._board.last_report(index) for index in range(self.job.num_ranks))
         return any(status not in fine for status in self.statuses()) or any(reports)
 
@@ -226,7 +235,7 @@ def _watch(ranks: _Ranks, relay: Relay, asked: Asked) -> list[RankState]:
         states, now = ranks.states(), time.monotonic()
         if all(state.ended for state in states):
             return states
-        if not ranks.has_failed(asked=asked.signal):
+        if not ranks.has_failed():
             continue
         limit = {"timeout_seconds": ranks.job.timeout_seconds, "unix_seconds": time.time()}
         was_gone, is_gone = is_gone, is_cause_gone(states, **limit)

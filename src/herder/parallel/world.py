@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from herder.errors import ConfigError, PlanError
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the slowest links to the fastest. dp copies state, fsdp shards it. Experts are spread within
 dp, fsdp and cp."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to save and end: a person, a scheduler, and the scheduler's warning before that.
+Any rank may get one, and all of them then end by it: with 128 plus its number."""
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 """Ports of Slurm jobs: below those that Linux hands out (32768 and up)."""
 _STEP_STRIDE = 97

@@ -142,7 +142,18 @@ class Candidate:
 
     @property
     def global_batch_tokens(self) -> int:
-        return self.micro_batch_tokens * self.num_micro_batches * self.layout.data_parallel_size
+        """What was asked for, in whole micro-batches. Ranks whose share is short of them compute
+        empty ones."""
+        asked, each = self.request.train.global_batch_tokens, self.micro_batch_tokens
+        if asked is not None:
+            return -(-asked // each) * each
+        return each * self.num_micro_batches * self.layout.data_parallel_size
+
+    @property
+    def num_empty_micro_batches(self) -> int:
+        """Of a step, on all ranks together."""
+        computed = self.num_micro_batches * self.layout.data_parallel_size
+        return computed - self.global_batch_tokens // self.micro_batch_tokens
 
     @property
     def local_tokens(self) -> int:

@@ -142,7 +142,7 @@ def _schedule_problem(candidate: Candidate) -> str | None:
 
 
 def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
-    """Powers of two up to the target, those first that divide the global batch.
+    """Powers of two up to the target, those first that make up the global batch evenly.
 
     None of them where sequences cannot be split evenly: held-out text ends in any number of them.
     """
@@ -158,7 +158,12 @@ def _micro_batch_sizes(request: Request, layout: Layout) -> list[int]:
         return sizes
     each = train.sequence_length * layout.data_parallel_size
     within = [size for size in sizes if size * each <= batch] or sizes[-1:]
-    return sorted(within, key=lambda size: (batch % (size * each) != 0, -size))
+
+    def order(size: int) -> tuple[int, int, int]:
+        """(tokens it would be off, sequences of the longest share, -size)."""
+        return -batch % (size * train.sequence_length), -(-batch // (size * each)) * size, -size
+
+    return sorted(within, key=order)
 
 
 def fits(request: Request, layout: Layout) -> Iterator[Candidate]:

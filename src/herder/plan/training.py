@@ -180,7 +180,14 @@ def _adjusted(chosen: Candidate) -> Iterator[str]:
     if asked is not None and asked != planned:
         yield (
             f"global_batch_tokens {asked:,} -> {planned:,}: whole micro-batches of "
-            f"{chosen.micro_batch_tokens:,} tokens on {chosen.layout.data_parallel_size} ranks."
+            f"{chosen.micro_batch_tokens:,} tokens."
+        )
+    if chosen.num_empty_micro_batches:
+        ranks = chosen.layout.data_parallel_size
+        yield (
+            f"global_batch_tokens {planned:,}: {planned // chosen.micro_batch_tokens:,} "
+            f"micro-batches on {ranks:,} data-parallel ranks, of which "
+            f"{chosen.num_empty_micro_batches:,} compute an empty one more."
         )
     gradients = chosen.request.gradient_dtype(chosen.layout)
     if train.gradient_dtype not in (None, gradients):

@@ -22,7 +22,6 @@ from herder.observe.events import (
     EvaluationFinished,
     Incident,
     RunFinished,
-    RunInterrupted,
     StepFinished,
 )
 from herder.observe.meters import Stopwatch, Throughput
@@ -94,9 +93,7 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
         if finished:
             saver.save(run.progress(step=done, tokens=tokens))
         saver.wait()
-    if stopped_by:
-        bus.emit(RunInterrupted(step=done, signal=stopped_by.name))
-    elif finished:
+    if finished and not stopped_by:
         bus.emit(_run_finished(finished, tokens - start.tokens, whole.seconds(), meter))
     return Outcome(
         step=done,

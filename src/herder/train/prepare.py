@@ -30,19 +30,21 @@ def plan_run(
 ) -> tuple[RunConfig, TrainingPlan]:
     """The plan of a run, and the config with planned values filled in.
 
-    num_ranks: how many were started already; a config without a cluster is planned for so many. A
-    run that goes on keeps the values it was started with, whatever this machine would get now.
+    num_ranks: how many were started already; a config without a cluster is planned for so many, and
+    one that says restart.shrinks for so few, with the global batch of its whole cluster. A run that
+    goes on keeps the values it was started with, whatever this machine would get now.
     Raises ConfigError for a schedule longer than the run, PlanError for a plan that cannot be run.
     """
     check_schedule(config.train.schedule, steps=config.train.steps)
     config = _as_started(config)
-    plan = plan_training(
-        source.architecture,
-        config.cluster or _started_cluster(detect_cluster(), num_ranks),
-        config.train,
-        config.layout,
-        model=source.name,
-    )
+    cluster, train = config.cluster or _started_cluster(detect_cluster(), num_ranks), config.train
+    made = {"layout": config.layout, "model": source.name}
+    plan = plan_training(source.architecture, cluster, train, **made)
+    num_devices = cluster.nodes * cluster.gpus_per_node
+    if config.restart.shrinks and num_ranks is not None and num_ranks < num_devices:
+        train = train.model_copy(update={"global_batch_tokens": plan.global_batch_tokens})
+        fewer = _started_cluster(cluster, num_ranks)
+        plan = plan_training(source.architecture, fewer, train, **made)
     planned = {name: getattr(plan, name) for name in _PLANNED}
     return _with_train(config, planned), plan
 
@@ -89,10 +91,10 @@ def _started_cluster(machine: ClusterConfig, num_ranks: int | None) -> ClusterCo
     if num_ranks is None:
         return machine
     if cluster_gpu(machine).kind == "cpu":  # any number of ranks may share one, by its name
-        return machine.model_copy(update={"gpus_per_node": num_ranks, "gpu": "cpu"})
+        return machine.model_copy(update={"nodes": 1, "gpus_per_node": num_ranks, "gpu": "cpu"})
     nodes, rest = divmod(num_ranks, machine.gpus_per_node)
     if rest:
-        return machine.model_copy(update={"gpus_per_node": num_ranks})
+        return machine.model_copy(update={"nodes": 1, "gpus_per_node": num_ranks})
     return machine.model_copy(update={"nodes": nodes})
 
 

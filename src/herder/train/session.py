@@ -19,7 +19,7 @@ from herder.checkpoint.metadata import write_meta
 from herder.checkpoint.source import ModelSource
 from herder.config.run import RunConfig
 from herder.observe.console import progress_sinks
-from herder.observe.events import Bus, Notice, RunStarted, Sink
+from herder.observe.events import Bus, Notice, RunInterrupted, RunStarted, Sink
 from herder.observe.expert_map import ExpertMapSink
 from herder.observe.sinks import EVENTS, JsonLinesSink
 from herder.observe.tensorboard import TensorBoardSink, tensorboard_is_installed
@@ -107,7 +107,11 @@ def _run(
         start = run.progress(step=0, tokens=0)
         if checkpoint is not None:
             start = load_progress(run, checkpoint, bus)
-        return train(run, start, bus, stop_signal=lambda: stop.signal)
+        outcome = train(run, start, bus, stop_signal=lambda: stop.signal)
+        if by := outcome.stopped_by:
+            seconds = stop.seconds_since_asked
+            bus.emit(RunInterrupted(step=outcome.step, signal=by.name, seconds=seconds))
+        return outcome
     finally:
         bus.close()
 

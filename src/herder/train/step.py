@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -308,9 +308,7 @@ def _rounds(
     if pipeline is not None:
         at_once = pipeline.num_forwards
     missing = -len(micro_batches) % (count * at_once)
-    first = micro_batches[0]
-    nothing = replace(first, weights_T=torch.zeros_like(first.weights_T))
-    own = [*micro_batches, *[nothing] * missing][index::count]
+    own = [*micro_batches, *[micro_batches[0].emptied()] * missing][index::count]
     for start in range(0, len(own), at_once):
         batches = own[start : start + at_once]
         if pipeline is not None:
@@ -333,8 +331,8 @@ def _step_tokens(
 ) -> tuple[Tensor, Tensor]:
     """(weight, real tokens) of the step on all ranks, fp64 on the device: not waited for."""
     weight = sum(batch.num_loss_tokens for batch in micro_batches)
-    assert weight > 0, f"{len(micro_batches)} micro-batches without a single target"
     num_real_tokens = sum(batch.num_real_tokens for batch in micro_batches)
+    assert weight > 0 or num_real_tokens == 0, f"{num_real_tokens} tokens without a single target"
     counts = torch.tensor([weight, num_real_tokens], dtype=torch.float64, device=settings.device)
     weight_sum, real_sum = settings.parallel.sum_over_data(counts)
     return weight_sum, real_sum

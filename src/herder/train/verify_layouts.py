@@ -67,8 +67,11 @@ class VerifyLayout:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step over all ranks: each that reads data has two, and one a stage, at least."""
-        return max(MIN_MICRO_BATCHES, self.num_data_ranks * max(2, self.degrees["pp"]))
+        """Of a step over all ranks: each that reads data has two, and one a stage, at least; of an
+        odd number of them one has an empty one."""
+        is_uneven = self.num_data_ranks > 1 and self.num_data_ranks % 2 == 1
+        count = self.num_data_ranks * max(2, self.degrees["pp"]) - is_uneven
+        return max(MIN_MICRO_BATCHES, count)
 
 
 def parse_layout(text: str) -> VerifyLayout:
@@ -130,7 +133,7 @@ def every_layout(*, has_experts: bool = False) -> list[VerifyLayout]:
     triples = [
         *("dp=2,tp=2,pp=2", "fsdp=2,zero=1,tp=2,pp=2", "fsdp=2,tp=2,pp=2"),
         *("dp=2,fsdp=2,tp=2", "dp=2,fsdp=2,pp=2", "fsdp=2,tp=4"),
-        "fsdp=2,zero=1,tp=2,pp=2,recompute=full",
+        *("fsdp=2,zero=1,tp=2,pp=2,recompute=full", "dp=3", "fsdp=3,pp=2"),
     ]
     context = [
         *("cp=2,context=ring", "cp=2,context=ulysses", "cp=4,context=ring", "cp=4"),

@@ -48,10 +48,23 @@ def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_that_is(
         TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=100, seed=0)
 
 
-def test_ranks_that_do_not_divide_the_micro_batches_are_refused() -> None:
+def test_ranks_that_do_not_divide_the_micro_batches_have_as_many_of_which_the_last_are_empty() -> (
+    None
+):
     dataset = TokenDataset(packed_rows(), micro_batch_size=2, global_batch_tokens=128, seed=0)
-    with pytest.raises(ConfigError, match="3 data-parallel ranks do not divide the 4"):
-        dataset.micro_batches(0, shard_index=0, num_shards=3)
+    shares = [dataset.micro_batches(5, shard_index=rank, num_shards=3) for rank in range(3)]
+    assert [[batch.num_real_tokens > 0 for batch in share] for share in shares] == [
+        [True, True],
+        [True, False],
+        [True, False],
+    ]
+    read = {batch.first_token: batch for share in shares for batch in share}
+    whole = dataset.micro_batches(5)
+    assert len(read) == 6
+    for batch in whole:
+        assert batch.tokens_T.equal(read[batch.first_token].tokens_T)
+    losses = sum(batch.num_loss_tokens for batch in read.values())
+    assert losses == sum(batch.num_loss_tokens for batch in whole)
 
 
 def test_an_empty_corpus_is_refused() -> None:

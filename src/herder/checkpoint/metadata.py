@@ -9,12 +9,15 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, NonNegativeInt, ValidationError
 
+from herder.config.architecture import ArchitectureConfig
 from herder.config.record import Record
+from herder.config.run import ModelConfig, RunConfig
 from herder.errors import CheckpointError
 
 META = "experiment_meta.json"
@@ -70,7 +73,11 @@ def write_meta(meta: ExperimentMeta, folder: Path) -> None:
 
 
 def read_meta(folder: Path) -> ExperimentMeta:
-    """The experiment_meta.json of a run directory or checkpoint. Raises CheckpointError."""
+    """The experiment_meta.json of a run directory or checkpoint. Raises CheckpointError.
+
+    Fields of architecture and config that are younger than the file have their defaults; keys of
+    the file that are younger than this herder are passed over.
+    """
     path = folder / META
     try:
         fields = json.loads(path.read_bytes())
@@ -84,15 +91,35 @@ def read_meta(folder: Path) -> ExperimentMeta:
             f"{path}: format_version={version}, this herder reads {FORMAT_VERSION}. "
             "Use the herder that wrote it."
         )
+    known = {name: value for name, value in fields.items() if name in ExperimentMeta.model_fields}
     try:
-        return ExperimentMeta.model_validate(fields)
+        meta = ExperimentMeta.model_validate(known)
     except ValidationError as error:
         raise CheckpointError(f"{path}: not an {META} of ours: {error}") from None
+    records = {"architecture": ArchitectureConfig, "config": RunConfig}
+    filled = {name: _with_defaults(record, known[name]) for name, record in records.items()}
+    return meta.model_copy(update=filled)
+
+
+def _with_defaults(record: type[Record], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an older version saved with the fields that are new since then; as it is where it holds
+    a field that is gone."""
+    try:
+        return record.model_validate_json(json.dumps(saved)).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """sha256 over all values but those of MAY_CHANGE, by path, so that order does not matter."""
-    fixed = {path: value for path, value in _flat(config) if not _may_change(path)}
+    """sha256 over all values but defaults and those of MAY_CHANGE, by path.
+
+    So neither the order of keys matters nor whether one existed yet.
+    """
+    fixed = {
+        path: value
+        for path, value in _flat(config)
+        if not _may_change(path) and (path not in _defaults() or value != _defaults()[path])
+    }
     text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -111,11 +138,14 @@ def differing_keys(
 
 def refuse_other_config(saved: ExperimentMeta, config: Mapping[str, Any], *, where: Path) -> None:
     """Raise CheckpointError if the run was made with values that a resumed run may not change."""
-    if saved.config_hash == config_hash(config):
-        return
     differing = differing_keys(saved.config, config)
     fixed = {path: pair for path, pair in differing.items() if not _may_change(path)}
+    if not fixed:
+        return
     lines = [f"  {path}: {old!r} there, {new!r} now" for path, (old, new) in fixed.items()]
+    if any(path not in _defaults() and not path.startswith("model.") for path in fixed):
+        commit = f" at commit {saved.git_commit}" if saved.git_commit else ""
+        lines.append(f"Not all of these are keys of this herder: go on with the one{commit}.")
     raise CheckpointError(
         f"{where} holds a run of another config:\n" + "\n".join(lines) + "\n"
         "Resuming would mix the two. Set these back, or --set run_directory=runs/another. "
@@ -140,6 +170,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Of every path of a config."""
+    config = RunConfig.model_construct(model=ModelConfig.model_construct())
+    return dict(_flat(config.model_dump(mode="json")))
 
 
 def _may_change(path: str) -> bool:

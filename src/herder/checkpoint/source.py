@@ -16,7 +16,7 @@ from typing import Any, Literal
 from herder.checkpoint import gguf_metadata, hub
 from herder.checkpoint.directory import CHECKPOINTS, newest_checkpoint
 from herder.checkpoint.gguf_file import read_gguf
-from herder.checkpoint.metadata import META, read_meta
+from herder.checkpoint.metadata import META, differing_keys, read_meta
 from herder.checkpoint.stored import have_same_bytes, stored_tensors
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import catalog_name, model_config_json, near_model
@@ -137,7 +137,7 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
     if config is None:
         raise CheckpointError(f"{folder}: this checkpoint has no {CONFIG}.")
     source = _from_config(config, name=name)
-    if source.architecture.model_dump(mode="json") != meta.architecture:
+    if differing_keys(source.architecture.model_dump(mode="json"), meta.architecture):
         raise CheckpointError(f"{folder}: {CONFIG} and {META} describe different architectures.")
     source = replace(source, weights="run", files=_model_pieces(folder))
     return _with_generation(source, folder)

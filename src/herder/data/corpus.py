@@ -26,6 +26,8 @@ from herder.errors import DataError
 
 _FORMAT = 2
 """To be raised when the same settings come to mean other ids, or another form."""
+_OF_THE_SAME_IDS = (1,)
+"""Earlier formats that differ in form alone."""
 _DOCUMENTS_AT_ONCE = 1024
 
 
@@ -55,6 +57,8 @@ class TokenizedCorpus:
     name: str
     fingerprint: str
     """Equal for equal ids in equal order: a resumed run checks it."""
+    earlier_fingerprints: tuple[str, ...]
+    """What older versions called the same ids."""
     folder: Path
     train: DocumentTokens
     validation: DocumentTokens
@@ -69,15 +73,18 @@ def prepare_corpus(config: DataConfig, tokenizer: Tokenizer) -> TokenizedCorpus:
     """
     source = open_source(config.source, text_key=config.text_key)
     settings = [config.validation_fraction, config.max_documents]
-    parts = [_FORMAT, fingerprint(source), tokenizer.fingerprint, settings]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    parts = [fingerprint(source), tokenizer.fingerprint, settings]
+    key, *earlier = (
+        hashlib.sha256(json.dumps([form, *parts]).encode()).hexdigest()
+        for form in (_FORMAT, *_OF_THE_SAME_IDS)
+    )
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     folder = build_once(
         cache_folder() / "tokens" / key[:32],
         lambda fresh: _tokenize(source, config, tokenizer, dtype, fresh),
     )
     train, validation = (_open(folder, name, dtype) for name in ("train", "validation"))
-    return TokenizedCorpus(config.source, key, folder, train, validation)
+    return TokenizedCorpus(config.source, key, tuple(earlier), folder, train, validation)
 
 
 def _tokenize(

@@ -89,6 +89,7 @@ def build_run(
             corpus.validation, config.evaluate, train.sequence_length, train.micro_batch_size
         ),
         corpus=corpus.fingerprint,
+        earlier_corpora=corpus.earlier_fingerprints,
         step_tokens=train.global_batch_tokens,
         settings=StepSettings(
             device=device,

@@ -77,7 +77,7 @@ def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
     watch = Stopwatch()
     tensors = state_tensors(run.decoder, run.optimizer)
     progress = load_checkpoint(checkpoint, tensors, architecture=run.meta.architecture)
-    if progress.data.corpus != run.corpus:
+    if progress.data.corpus not in (run.corpus, *run.earlier_corpora):
         raise CheckpointError(
             f"{checkpoint} was trained on other documents than {run.config.data.source} holds now: "
             f"their fingerprint was {progress.data.corpus[:12]}, it is {run.corpus[:12]}. Restore "

@@ -59,6 +59,8 @@ class TrainRun:
     """The held-out text, up to evaluate.max_tokens."""
     corpus: str
     """The fingerprint of the documents."""
+    earlier_corpora: tuple[str, ...] = ()
+    """What older versions called it."""
     step_tokens: int
     """Tokens a step reads, padding included."""
     settings: StepSettings

@@ -1,6 +1,7 @@
 """experiment_meta.json: told apart by a hash, and differences named key by key."""
 
 import copy
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from herder.checkpoint.metadata import (
     source_commit,
     write_meta,
 )
+from herder.config.run import RunConfig
 from herder.errors import CheckpointError
+from tests.tiny import tiny_model
 
 CONFIG: dict[str, Any] = {
     "run_directory": "runs/a",
@@ -25,6 +28,9 @@ CONFIG: dict[str, Any] = {
     "train": {"steps": 10, "seed": 0, "optimizer": {"learning_rate": 1e-3}},
     "checkpoint": {"every_steps": 5},
 }
+
+
+WHOLE = RunConfig.model_validate(CONFIG).model_dump(mode="json")
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -54,12 +60,45 @@ def meta() -> ExperimentMeta:
 
 def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
     write_meta(meta(), tmp_path)
-    assert read_meta(tmp_path) == meta()
+    back = read_meta(tmp_path)
+    assert back.model_copy(update={"config": CONFIG}) == meta()
+    assert differing_keys(CONFIG, back.config) == {
+        path: (None, value) for path, (_, value) in differing_keys(CONFIG, WHOLE).items()
+    }, "only defaults were added"
     assert [path.name for path in tmp_path.iterdir()] == [META]
 
 
 def test_the_hash_does_not_depend_on_the_order_of_keys() -> None:
     assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
+
+
+def test_a_key_that_is_left_out_counts_as_its_default() -> None:
+    assert config_hash(CONFIG) == config_hash(WHOLE)
+    assert config_hash(changed("train.seed", 1)) != config_hash(CONFIG)
+
+
+def test_keys_that_are_younger_than_this_herder_are_passed_over(tmp_path: Path) -> None:
+    fields = meta().model_dump(mode="json") | {"weather": "fine"}
+    (tmp_path / META).write_text(json.dumps(fields))
+    assert read_meta(tmp_path).step == 3
+
+
+def test_an_architecture_gets_the_fields_that_are_younger_than_it(tmp_path: Path) -> None:
+    whole = tiny_model("dm").model_dump(mode="json")
+    older = copy.deepcopy(whole)
+    del older["moe"]["capacity_factor"], older["branch_norm"], older["layers"][0]["temperature"]
+    write_meta(meta().model_copy(update={"architecture": older}), tmp_path)
+    assert read_meta(tmp_path).architecture == whole
+
+
+def test_a_config_with_a_key_that_is_gone_is_refused_with_the_herder_that_has_it() -> None:
+    older = copy.deepcopy(CONFIG)
+    older["train"]["momentum"] = 0.9
+    saved = meta().model_copy(update={"config": older, "git_commit": "abc"})
+    with pytest.raises(CheckpointError) as caught:
+        refuse_other_config(saved, CONFIG, where=Path("runs/a"))
+    assert "train.momentum: 0.9 there, None now" in str(caught.value)
+    assert "go on with the one at commit abc" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ NOT_A_MODEL = [
     ["verify", "llama-9-7b"],
     ["report", "no_such_run"],
     ["train", "no_such_recipe.yaml"],
+    ["train", "--resume", "no_such_run"],
 ]
 
 JSON_LINES = [
@@ -48,6 +49,19 @@ def test_what_does_not_exist_is_the_users_mistake(words, tmp_path, monkeypatch, 
     assert words[-1] in captured.err or "llama-9-7b" in captured.err
     assert "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == [], "a refused command left something behind"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a RECIPE, for example recipes/debug.yaml, or --resume RUN"),
+        (["r.yaml", "--resume", "runs/a"], "RECIPE r.yaml and --resume runs/a: give one of them"),
+    ],
+)
+def test_training_takes_a_recipe_or_a_run(words, message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", JSON_LINES)

@@ -14,7 +14,7 @@ import pytest
 from herder.checkpoint.metadata import config_hash, read_meta
 from herder.cli.main import run
 from herder.config.load import load_run_config
-from herder.observe.events import Event, RunFinished, StepFinished
+from herder.observe.events import Event, Notice, RunFinished, StepFinished
 from herder.observe.sinks import read_events
 
 RUN = "run"
@@ -43,9 +43,11 @@ def test_a_run_of_the_first_version_goes_on_to_the_losses_of_an_unbroken_one(
 ) -> None:
     of_the_first_version = losses(RUN)
     (first_version / RUN / "events.jsonl").unlink()
-    assert run(["train", f"{RUN}/config.yaml"]) == 0
+    assert run(["train", "--resume", RUN]) == 0
     assert sorted(losses(RUN)) == [7, 8, 9, 10, 11, 12]
     assert isinstance(told(RUN)[-1], RunFinished)
+    (changed,) = [event.message for event in told(RUN) if isinstance(event, Notice)]
+    assert changed.startswith("changed since step 6: herder commit 5064d26a52 -> ")
     assert run(["train", f"{RUN}/config.yaml", "--set", "run_directory=unbroken"]) == 0
     unbroken = losses("unbroken")
     after = {step: unbroken[step] for step in range(7, 13)}

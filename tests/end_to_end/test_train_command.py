@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,11 +18,13 @@ import yaml
 
 from herder.checkpoint.directory import list_checkpoints, newest_checkpoint, step_of
 from herder.checkpoint.manifest import verify_manifest
+from herder.checkpoint.metadata import read_meta
 from herder.cli.main import run
 from herder.observe.events import (
     CheckpointLoaded,
     Event,
     Incident,
+    Notice,
     RunFinished,
     RunInterrupted,
     RunStarted,
@@ -235,6 +238,42 @@ def test_a_finished_run_says_so_and_is_left_alone(
     assert "has done 60 steps of 60: nothing is left to do" in told.err
     assert "herder evaluate" in told.out
     assert runs.losses("unbroken") == unbroken
+
+
+def test_a_run_goes_on_by_its_folder_alone_and_tells_what_is_other_than_it_was(
+    runs: Runs, unbroken: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unbroken
+    assert runs.run("short", "train.steps=20", "train.schedule.kind=constant") == 0
+    folder = runs.directory("short").rename(runs.directory("moved"))
+    assert run(["train", "--resume", str(folder)]) == 0
+    assert "has done 20 steps of 20: nothing is left to do" in capsys.readouterr().err
+    assert run(["train", "--resume", str(folder), "--set", "train.steps=22"]) == 0
+    assert sorted(runs.losses("moved")) == list(range(1, 23))
+    notices = [event.message for event in runs.events("moved") if isinstance(event, Notice)]
+    assert any("since step 20: train.steps 20 -> 22: the learning rate" in each for each in notices)
+    assert any("short' -> " in each and "changes no results" in each for each in notices)
+    assert "note: changed since step 20: train.steps 20 -> 22" in capsys.readouterr().err
+    seed = ["--set", "train.seed=7"]
+    assert run(["train", "--resume", str(folder), *seed]) == 2
+    assert "train.seed: 0 there, 7 now" in capsys.readouterr().err
+    meta = json.loads((list_checkpoints(folder)[-1] / "experiment_meta.json").read_text())
+    assert {"herder", "python", "torch", "numpy", "safetensors", "tokenizers"} <= set(
+        meta["versions"]
+    )
+    assert meta["hardware"]["num_ranks"] == meta["hardware"]["num_nodes"] == 1
+    assert meta["hardware"]["cpu"]
+    assert meta["corpus"] == read_meta(runs.directory("unbroken")).corpus
+
+
+def test_a_run_without_a_checkpoint_starts_again(runs: Runs) -> None:
+    assert runs.run("early", "train.steps=2") == 0
+    shutil.rmtree(runs.directory("early") / "checkpoints")
+    assert run(["train", "--resume", str(runs.directory("early"))]) == 0
+    events = runs.events("early")
+    (notice,) = [event.message for event in events if isinstance(event, Notice)]
+    assert notice.endswith("was started before and has no checkpoint: from the start again")
+    assert [event.step for event in events if isinstance(event, StepFinished)] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(

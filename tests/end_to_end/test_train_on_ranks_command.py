@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from herder.checkpoint.directory import list_checkpoints
+from herder.checkpoint.directory import list_checkpoints, step_of
 from herder.cli.main import run
 from tests.end_to_end.training import HERDER, WAIT_SECONDS, Training
 
@@ -43,6 +43,19 @@ def test_ranks_are_started_stop_when_asked_and_save(
     interrupted = training.events("RunInterrupted")[-1]
     assert interrupted["signal"] == number.name
     assert (interrupted["seconds"] or 0.0) < WAIT_SECONDS
+    step, again = step_of(saved), ["train", "--resume", str(recipe.parent / "run"), "--set"]
+    done = subprocess.run(
+        [*HERDER, *again, f"train.steps={step + 1}"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"since step {step}: train.steps 1000000 -> {step + 1}") == 1
+    assert run([*again, f"train.steps={step + 2}", "--set", "cluster.gpus_per_node=1"]) == 0
+    assert f"since step {step + 1}: 2 x cpu (DP 2, ZeRO-0) -> 1 x cpu (one rank)" in (
+        (training.run_directory / "events.jsonl").read_text()
+    )
 
 
 def refused(recipe: Path, *overrides: str) -> int:

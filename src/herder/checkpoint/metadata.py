@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, NonNegativeInt, ValidationError
+from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
 from herder.config.architecture import ArchitectureConfig
 from herder.config.record import Record
@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "train.compile",
     "train.recompute",
     "train.loss_chunk_tokens",
+    "train.collective_timeout_seconds",
     "checkpoint",
     "restart",
     "observe",
@@ -51,15 +52,19 @@ class ExperimentMeta(Record):
     architecture: dict[str, JsonValue]
     """An ArchitectureConfig."""
     config: dict[str, JsonValue]
-    """The RunConfig as it ran: defaults and planned values filled in."""
+    """The RunConfig as it ran: defaults and planned values filled in. train.seed is that of the
+    weights, of the order of data and of routers' noise."""
     config_hash: str
     """Of everything in config but MAY_CHANGE."""
     plan: dict[str, JsonValue]
     corpus: str | None = None
     """The fingerprint of the documents it trains on."""
     git_commit: str | None
-    """Of the source herder ran from, `+changes` added where files differed from it."""
+    """Of the source herder ran from, `+changes` and a hash of these added where files differed."""
     versions: dict[str, str]
+    """Of packages by name, and of CUDA, cuDNN and NCCL where they are used."""
+    hardware: dict[str, JsonValue] = Field(default_factory=dict)
+    """What describe_host says of the first rank's machine, num_nodes and num_ranks."""
     step: NonNegativeInt
     unix_seconds: float
 
@@ -154,13 +159,18 @@ def refuse_other_config(saved: ExperimentMeta, config: Mapping[str, Any], *, whe
 
 
 def source_commit() -> str | None:
-    """The git commit herder's own source is at, `+changes` added if files differ; None outside."""
+    """The git commit herder's own source is at; None outside of git.
+
+    `+changes.` and a hash of these is added if tracked files differ.
+    """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
     commit = _git(here.parent, "rev-parse", "HEAD")
-    changed = _git(here.parents[1], "status", "--porcelain", "--untracked-files=no", ".")
-    return f"{commit}+changes" if commit and changed else commit
+    changed = _git(here.parents[1], "diff", "HEAD", "--", ".")
+    if not commit or not changed:
+        return commit
+    return f"{commit}+changes.{hashlib.sha256(changed.encode()).hexdigest()[:8]}"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -255,7 +255,8 @@ def refuse_other_architecture(checkpoint: Path, architecture: Mapping[str, Any])
     if differing:
         told = [f"{key}: {old!r} there, {new!r} here" for key, (old, new) in differing.items()]
         lines = listed(told, separator="\n  ")
-        raise CheckpointError(f"{checkpoint} is of another architecture:\n  {lines}")
+        advice = "Train the model it was made for, or --set run_directory=runs/another."
+        raise CheckpointError(f"{checkpoint} is of another architecture:\n  {lines}\n{advice}")
 
 
 def _read_train_state(checkpoint: Path) -> _TrainState:

@@ -15,7 +15,6 @@ from herder.config.run import RunConfig
 from herder.data.cache import build_once, cache_folder
 from herder.data.packages import fetch
 from herder.errors import ConfigError, ModelError
-from herder.train.source import find_model
 
 PACKAGED = {"smollm2-135m-instruct": "smollm2-135m"}
 """Models that come as packages, with the catalog's name of the same architecture."""
@@ -56,22 +55,6 @@ def recipe_tokenizer(config: RunConfig) -> Path:
     if reference is None:
         raise ConfigError("A model given as a config has no tokenizer: set data.tokenizer.")
     return tokenizer_folder(resolve(reference, needs_weights=reference.lower() in PACKAGED))
-
-
-def recipe_model(config: RunConfig) -> tuple[ModelSource, Path]:
-    """The model that a recipe trains, and the folder of its tokenizer.
-
-    Weights are fetched only where they, or a tokenizer packed with them, are needed.
-    """
-    has_own_tokenizer = config.data.tokenizer is not None
-    is_pretrained = config.model.initialize == "pretrained"
-
-    def find(reference: str) -> ModelSource:
-        is_packed = reference.lower() in PACKAGED and not has_own_tokenizer
-        return resolve(reference, needs_weights=is_pretrained or is_packed)
-
-    source = find_model(config.model, find)
-    return source, recipe_tokenizer(config) if has_own_tokenizer else tokenizer_folder(source)
 
 
 def _extracted(path: Path) -> Path:

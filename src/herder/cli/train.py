@@ -1,4 +1,4 @@
-"""`herder train RECIPE`: run it; run it again and it goes on where it stopped. Composition only."""
+"""`herder train`: run a recipe; run it again and it goes on where it stopped. Composition only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from herder.cli import models
-from herder.config.load import load_run_config
+from herder.cli.recipe import asked_config, model_and_tokenizer
 from herder.errors import PlanError
 from herder.parallel.launch import shortage_of_plan
 from herder.parallel.seat import seated, speaks_for_all
@@ -21,7 +20,13 @@ from herder.train.supervise import supervise
 
 
 @click.command("train")
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--resume",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Instead of RECIPE: go on with the run in this folder, by the config it saved.",
+)
 @click.option(
     "--set",
     "overrides",
@@ -29,20 +34,21 @@ from herder.train.supervise import supervise
     metavar="PATH=VALUE",
     help="Replace one value of the recipe, for example --set train.steps=200. May be repeated.",
 )
-def command(recipe: Path, overrides: tuple[str, ...]) -> int:
+def command(recipe: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> int:
     """Train the model of RECIPE in its run_directory, or go on from its newest checkpoint.
+    What is other than it was then, and what that does to the losses, is told.
 
     A plan of several ranks is run by as many processes, which this one starts, and starts again
     when one is lost; under torchrun or srun it is one of them. Ctrl-C, SIGTERM and SIGUSR1, to this
     process or to any rank, finish the step and save; the same command then goes on with the same
     losses as if nothing had happened. Exit status 130, 143 or 138 then, 0 when all steps are done.
     """
-    words = ["train", str(recipe), *(word for each in overrides for word in ("--set", each))]
     rank = rank_from_environment(os.environ)
     speaks = speaks_for_all(rank)
     with StopRequest(tells=speaks) as stop, seated(rank):
-        given = load_run_config(recipe, overrides)
-        source, tokenizer = models.recipe_model(given)
+        given, asked = asked_config(recipe, resume, overrides)
+        words = ["train", *asked]
+        source, tokenizer = model_and_tokenizer(given)
         config, plan = plan_run(given, source, rank.count if rank else None)
         if rank and rank.index and rank.count != plan.layout.num_ranks:
             return PlanError.exit_status  # the first rank says why

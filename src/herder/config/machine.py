@@ -7,10 +7,13 @@ Imports no torch: planning must start at once.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 from functools import cache
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from herder.config.run import GpuConfig
 from herder.units import GB, GIB
@@ -79,6 +82,23 @@ def usable_memory_bytes() -> int:
     ]
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def describe_host() -> dict[str, JsonValue]:
+    """This machine in words and numbers: its CPU, usable cores and memory, its GPUs, their driver.
+
+    cpu, num_cores, memory_gb and gpus, a list of names; driver only where there are any.
+    """
+    name = re.search(r"(?m)^model name\s*:\s*(.*\S)", _read(Path("/proc/cpuinfo")))
+    lines = nvidia_smi("--query-gpu=name,driver_version").splitlines()
+    gpus = [line.rpartition(", ") for line in lines if ", " in line]
+    return {
+        "cpu": name.group(1) if name else platform.processor() or platform.machine(),
+        "num_cores": usable_cores(),
+        "memory_gb": round(usable_memory_bytes() / GB, 1),
+        "gpus": [gpu for gpu, _, _ in gpus],
+        **({"driver": gpus[0][2]} if gpus else {}),
+    }
 
 
 def nvidia_smi(query: str) -> str:

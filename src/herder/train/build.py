@@ -22,6 +22,7 @@ from herder.checkpoint.huggingface import load_weights
 from herder.checkpoint.metadata import ExperimentMeta, config_hash, source_commit
 from herder.checkpoint.source import ModelSource
 from herder.config.catalog import cluster_gpu
+from herder.config.machine import describe_host
 from herder.config.run import EvaluateConfig, RunConfig
 from herder.data.batch import MicroBatch
 from herder.data.corpus import DocumentTokens, prepare_corpus
@@ -35,7 +36,7 @@ from herder.model.decoder import Decoder
 from herder.parallel.apply import Parallel, apply
 from herder.parallel.naive import NaiveDataParallel
 from herder.parallel.shards import copy_part
-from herder.parallel.turns import first_rank_first
+from herder.parallel.turns import first_rank_decides, first_rank_first
 from herder.plan.training import TrainingPlan
 from herder.train.device import num_devices, peak_flops_per_second
 from herder.train.optimizer import build_optimizer
@@ -146,7 +147,13 @@ def build_model(
 def build_meta(
     config: RunConfig, source: ModelSource, plan: TrainingPlan | None, corpus: str | None = None
 ) -> ExperimentMeta:
-    """What this run is made of, as of step 0; a converted model has no plan."""
+    """What this run is made of, as of step 0; a converted model has no plan.
+
+    All ranks call it together: the first one's machine and source are told.
+    """
+    commit, hardware = first_rank_decides(lambda: (source_commit(), describe_host()))
+    if plan is not None:
+        hardware |= {"num_nodes": plan.cluster.nodes, "num_ranks": plan.layout.num_ranks}
     settings = config.model_dump(mode="json")
     return ExperimentMeta(
         model=source.name,
@@ -156,16 +163,27 @@ def build_meta(
         config_hash=config_hash(settings),
         plan={} if plan is None else plan.model_dump(mode="json"),
         corpus=corpus,
-        git_commit=source_commit(),
-        versions={
-            "herder": importlib.metadata.version("herder"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-        },
+        git_commit=commit,
+        versions=_versions(),
+        hardware=hardware,
         step=0,
         unix_seconds=time.time(),
     )
+
+
+def _versions() -> dict[str, str]:
+    """Of what may change what a run computes, reads or writes."""
+    packages = ("herder", "numpy", "safetensors", "tokenizers")
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+    if torch.cuda.is_available():
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        if torch.distributed.is_nccl_available():
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def _rows(documents: DocumentTokens, sequence_length: int) -> PackedRows:

@@ -6,7 +6,7 @@ Imports no torch: a run that cannot be is refused, and a plan shown, within half
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,38 @@ from herder.checkpoint.metadata import META, read_meta
 from herder.checkpoint.source import ModelSource
 from herder.config.catalog import cluster_gpu
 from herder.config.detect import detect_cluster
+from herder.config.load import load_run_config
 from herder.config.run import ClusterConfig, RunConfig
+from herder.errors import CheckpointError, ConfigError
 from herder.plan.naive import describe_naive
 from herder.plan.training import TrainingPlan, plan_training
 from herder.train.schedule import check_schedule
 from herder.units import format_gb, format_seconds
 
+CONFIG = "config.yaml"
+"""In a run directory: the recipe as it runs, with planned values filled in."""
 _PLANNED = ("micro_batch_size", "global_batch_tokens")
 """Keys of `train` that the plan fills in, and rounds to what can be done, which it then tells."""
+
+
+def saved_config(run_directory: Path, overrides: Sequence[str]) -> RunConfig:
+    """What the run in a folder, which may have been moved, was last started with; --set over it.
+
+    Raises CheckpointError for a folder without a run, ConfigError for what cannot be laid over it.
+    """
+    path = run_directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"--resume {run_directory}: there is no {CONFIG}, so this is no run that "
+            "`herder train` has started. Give the run_directory of one, or a recipe."
+        )
+    if any(each.partition("=")[0].strip() == "run_directory" for each in overrides):
+        raise ConfigError(
+            f"--set run_directory: --resume goes on in {run_directory}. To start another run of "
+            f"the same config: herder train {shlex.quote(str(path))} --set run_directory=..."
+        )
+    config = load_run_config(path, overrides)
+    return config.model_copy(update={"run_directory": str(run_directory)})
 
 
 def plan_run(

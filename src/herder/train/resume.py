@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
+from herder.checkpoint.changes import explain_changes
 from herder.checkpoint.directory import (
     list_checkpoints,
     newest_checkpoint,
@@ -16,7 +17,7 @@ from herder.checkpoint.directory import (
     set_aside,
 )
 from herder.checkpoint.manifest import find_damage, refuse_damaged
-from herder.checkpoint.metadata import differing_keys, read_meta, refuse_other_config
+from herder.checkpoint.metadata import META, read_meta, refuse_other_config
 from herder.checkpoint.run import Progress, load_checkpoint
 from herder.config.run import RunConfig
 from herder.errors import CheckpointError
@@ -47,6 +48,9 @@ def find_checkpoint(run_directory: Path, config: RunConfig, bus: Bus) -> Path | 
     )
     if found is not None:
         first_rank_decides(lambda: _tell(found, config, damaged, bus))
+    elif (run_directory / META).is_file():
+        told = f"{run_directory} was started before and has no checkpoint: from the start again"
+        bus.emit(Notice(message=told))
     return found
 
 
@@ -58,19 +62,17 @@ def _verify_together(checkpoint: Path) -> None:
 def _tell(
     found: Path, config: RunConfig, damaged: list[tuple[Path, CheckpointError]], bus: Bus
 ) -> None:
-    """Refuse another config, set aside what is damaged, and say what is other than it was."""
-    saved, wanted = read_meta(found), config.model_dump(mode="json")
-    refuse_other_config(saved, wanted, where=found.parents[1])
+    """Refuse another config, and set aside what is damaged."""
+    saved = read_meta(found)
+    refuse_other_config(saved, config.model_dump(mode="json"), where=found.parents[1])
     for path, error in damaged:
         aside = set_aside(path)
         told = f"{error} Kept as {aside.name}; going on from {found.name}."
         bus.emit(Incident(kind="damaged_checkpoint", message=told))
-    for key, (old, new) in differing_keys(saved.config, wanted).items():
-        bus.emit(Notice(message=f"{key} was {old!r}, from here on {new!r}"))
 
 
 def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
-    """Copy a checkpoint into the run's tensors and say how far it is.
+    """Copy a checkpoint into the run's tensors, and say how far it is and what is other than then.
 
     Raises CheckpointError when it does not fit the model or was trained on other documents.
     """
@@ -83,5 +85,7 @@ def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:
             f"their fingerprint was {progress.data.corpus[:12]}, it is {run.corpus[:12]}. Restore "
             "the source or the tokenizer, or --set run_directory=runs/another."
         )
+    for told in first_rank_decides(lambda: explain_changes(read_meta(checkpoint), run.meta)):
+        bus.emit(Notice(message=f"changed since step {progress.step}: {told}"))
     bus.emit(CheckpointLoaded(step=progress.step, path=str(checkpoint), seconds=watch.seconds()))
     return progress

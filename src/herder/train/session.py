@@ -31,10 +31,10 @@ from herder.train.build import build_run
 from herder.train.device import choose_device, describe_device
 from herder.train.interrupt import StopRequest
 from herder.train.loop import Outcome, train
+from herder.train.prepare import CONFIG
 from herder.train.resume import find_checkpoint, load_progress
 from herder.train.state import TrainRun
 
-CONFIG = "config.yaml"
 PLAN = "plan.json"
 TENSORBOARD = "tensorboard"
 EXPERT_MAP = "experts.svg"
@@ -134,7 +134,9 @@ def _finished_before(checkpoint: Path, config: RunConfig, bus: Bus) -> Outcome:
 def _write_run_files(run: TrainRun, plan: TrainingPlan) -> None:
     """What the run is made of, readable beside its checkpoints; config.yaml is a recipe again."""
     settings = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
-    (run.run_directory / CONFIG).write_text(settings, encoding="utf-8")
+    fresh = run.run_directory / f".writing-{CONFIG}"
+    fresh.write_text(settings, encoding="utf-8")
+    fresh.rename(run.run_directory / CONFIG)  # never half there: --resume reads it
     (run.run_directory / PLAN).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
     write_meta(run.meta, run.run_directory)
 

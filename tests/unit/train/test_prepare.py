@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from herder.checkpoint.directory import checkpoint_path
 from herder.checkpoint.metadata import ExperimentMeta, config_hash, write_meta
 from herder.checkpoint.source import resolve_model
 from herder.config.load import load_run_config
 from herder.config.run import RunConfig
-from herder.errors import ConfigError
-from herder.train.prepare import describe_end, describe_plan, plan_run
+from herder.errors import CheckpointError, ConfigError
+from herder.train.prepare import CONFIG, describe_end, describe_plan, plan_run, saved_config
 
 SOURCE = resolve_model("smollm2-135m")
 
@@ -67,6 +68,26 @@ def test_a_run_that_goes_on_keeps_the_values_it_was_planned_with(tmp_path: Path)
     checkpoint_path(tmp_path, 1).mkdir(parents=True)
     again, _ = plan_run(config(tmp_path), SOURCE)
     assert (again.train.micro_batch_size, again.train.global_batch_tokens) == (7, 896)
+
+
+def test_a_run_is_read_from_the_folder_where_it_lies_now(tmp_path: Path) -> None:
+    text = yaml.safe_dump(config("runs/before", seed=3).model_dump(mode="json"))
+    (tmp_path / CONFIG).write_text(text)
+    found = saved_config(tmp_path, ["train.steps=7"])
+    assert found == config(tmp_path, seed=3, steps=7)
+    with pytest.raises(ConfigError, match=r"herder train .*config\.yaml --set run_directory="):
+        saved_config(tmp_path, ["run_directory=runs/another"])
+
+
+def test_a_folder_without_a_config_is_no_run_to_go_on_with(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no config\.yaml, so this is no run"):
+        saved_config(tmp_path, [])
+
+
+def test_a_saved_key_that_is_gone_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("model: {source: smollm2-135m}\ntrain:\n  stepz: 3\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:3: train\.stepz: unknown key"):
+        saved_config(tmp_path, [])
 
 
 def test_a_run_without_a_cluster_is_planned_for_the_ranks_that_were_started() -> None:

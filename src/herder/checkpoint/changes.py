@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -72,7 +73,7 @@ def _of_devices(
         yield "", f"{old} ({old_layout})", f"{new} ({new_layout})", _SUMS
     elif old and old != new:
         yield "", old, new, _ROUNDING
-    formats = [meta.plan.get("precision") or {} for meta in (saved, now)]
+    formats: list[Any] = [meta.plan.get("precision", {}) for meta in (saved, now)]
     for name, (before, after) in differing_keys(*formats).items():
         if None not in (before, after):
             yield f"precision of {name}", before, after, _ROUNDING
@@ -84,8 +85,9 @@ def _of_devices(
 
 def _devices(meta: ExperimentMeta) -> tuple[str, str, str]:
     """(`4 x h100-80gb`, the layout, gpu or cpu) of a plan; empty where it cannot be read."""
+    plan: dict[str, Any] = meta.plan
     try:
-        layout, gpu = Layout.model_validate(meta.plan["layout"]), meta.plan["cluster"]["gpu"]
+        layout, gpu = Layout.model_validate(plan["layout"]), plan["cluster"]["gpu"]
         return f"{layout.num_ranks} x {gpu['name']}", layout.told(), gpu["kind"]
     except (KeyError, TypeError, ValidationError):
         return "", "", "cpu"

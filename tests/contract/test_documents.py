@@ -50,7 +50,12 @@ RECIPE_LINES = [
 """What the comments of recipes tell to run; a line may go on after a backslash."""
 HERDER_LINES = [*command_lines("herder"), *RECIPE_LINES]
 PLAN_LINES = [words for words in HERDER_LINES if words[0] == "plan"]
-TRAIN_LINES = [words for words in HERDER_LINES if words[0] == "train"]
+TRAIN_LINES = [
+    words
+    for words in HERDER_LINES
+    if words[0] == "train" and words[1] != "--resume" and not words[1].startswith("runs/")
+]
+"""Of shipped recipes: what goes on from a run needs one."""
 
 
 def parse(words: list[str]) -> click.Context:

@@ -76,16 +76,14 @@ def build_run(
     decoder, parallel = build_model(
         config, source, plan, device=device, mesh=mesh, is_resumed=is_resumed
     )
-    shard_index, num_shards = parallel.data_shard
+    shard = dict(zip(("shard_index", "num_shards"), parallel.data_shard, strict=True))
     peak, peak_source = _peak(config, plan, device)
     return TrainRun(
         config=config,
         run_directory=Path(config.run_directory),
         decoder=decoder,
         optimizer=build_optimizer(decoder.named_parameters(), train.optimizer),
-        micro_batches=partial(
-            dataset.micro_batches, shard_index=shard_index, num_shards=num_shards
-        ),
+        micro_batches=partial(dataset.micro_batches, **shard),
         held_out=_held_out(
             corpus.validation, config.evaluate, train.sequence_length, train.micro_batch_size
         ),

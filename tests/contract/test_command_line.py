@@ -23,6 +23,10 @@ NOT_A_MODEL = [
     ["parity", "llama-9-7b"],
     ["verify", "llama-9-7b"],
     ["report", "no_such_run"],
+    ["checkpoint", "list", "no_such_run"],
+    ["checkpoint", "verify", "no_such_run"],
+    ["checkpoint", "prune", "no_such_run"],
+    ["checkpoint", "diff", "no_such_run", "no_such_run"],
     ["train", "no_such_recipe.yaml"],
     ["train", "--resume", "no_such_run"],
 ]

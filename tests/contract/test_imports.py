@@ -56,6 +56,11 @@ def test_help_lists_the_verbs_without_importing_them() -> None:
     assert loaded.isdisjoint({*HEAVY, "pydantic", "rich", "yaml"})
 
 
+def test_checkpoints_are_listed_verified_and_pruned_without_torch() -> None:
+    verbs = ", ".join(f"herder.cli.checkpoint_{verb}" for verb in ("list", "verify", "prune"))
+    assert imported_by(f"import {verbs}").isdisjoint(HEAVY)
+
+
 def forbidden_in_model(tree: ast.Module) -> list[str]:
     """Uses of process groups, devices and the environment."""
     return [

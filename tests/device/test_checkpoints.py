@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from herder.checkpoint.run import CheckpointWriter, load_checkpoint
+from herder.config.run import CheckpointConfig
 from herder.parallel.mesh import Rank, build_mesh, joined, storage_group
 from herder.parallel.shards import held_tensor
 from herder.train.state import state_tensors
@@ -54,7 +55,7 @@ def test_what_is_saved_behind_the_steps_is_what_was_on_the_gpu_when_it_began(
             progress=progress_at(step),
             meta=meta_at(step, architecture),
             model_files={},
-            keep_last=2,
+            policy=CheckpointConfig(keep_last=2),
             in_background=True,
         )
         for tensor in live.all.values():

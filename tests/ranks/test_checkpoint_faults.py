@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from herder.checkpoint.directory import checkpoint_path, list_checkpoints
 from herder.checkpoint.run import CheckpointWriter, TrainTensors
-from herder.config.run import RunConfig
+from herder.config.run import CheckpointConfig, RunConfig
 from herder.errors import CheckpointError
 from herder.observe.events import Bus, Event, Incident
 from herder.parallel.mesh import build_mesh, storage_group
@@ -70,7 +70,7 @@ def save_on_this_rank(
                 progress=progress_at(step),
                 meta=meta_at(step, ARCHITECTURE, config),
                 model_files={},
-                keep_last=3,
+                policy=CheckpointConfig(keep_last=3),
                 in_background=in_background,
             ).result()
     except CheckpointError as error:

@@ -26,7 +26,7 @@ from herder.checkpoint.run import CheckpointWriter, load_checkpoint
 from herder.checkpoint.source import resolve_model
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import model_config_json
-from herder.config.run import OptimizerConfig
+from herder.config.run import CheckpointConfig, OptimizerConfig
 from herder.errors import CheckpointError, PlanError
 from herder.families.registry import architecture_from_hf, architecture_to_hf, family_of
 from herder.model.build import build_decoder, initialize_weights
@@ -123,7 +123,7 @@ def _save(case: Hop, writer: CheckpointWriter, tensors: Any) -> None:
         progress=progress_at(case.step),
         meta=meta_at(case.step, case.architecture.model_dump(mode="json")),
         model_files=case.model_files,
-        keep_last=2,
+        policy=CheckpointConfig(keep_last=2),
         in_background=case.step % 2 == 0,
     )
     kept = {name: held_tensor(tensor).clone() for name, tensor in tensors.all.items()}

@@ -1,8 +1,9 @@
-"""A run directory: where its checkpoints lie, which is the newest good one, what may be deleted.
+"""A run directory: where its checkpoints lie, which is the newest good one, how they come and go.
 
     run_directory/
         config.yaml plan.json experiment_meta.json events.jsonl
         checkpoints/step-00000123/      whole, or it does not have this name
+        checkpoints/light-00000130/     weights only, as what changed since a full one
 
 Nothing points at the newest checkpoint: it is found, so no pointer can be wrong. Imports no torch,
 so that a run directory can be resolved and listed at once.
@@ -21,32 +22,43 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from herder.checkpoint.manifest import verify_manifest
+from herder.checkpoint.verdict import read_verdict
 from herder.errors import CheckpointError
 from herder.units import format_gb
 
 CHECKPOINTS = "checkpoints"
-_STEP = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"(step|light)-(\d{8,})")
 _UNFINISHED = (".writing-", ".deleting-")
 
 
-def checkpoint_path(run_directory: Path, step: int) -> Path:
+def checkpoint_path(run_directory: Path, step: int, *, is_light: bool = False) -> Path:
     """Where the checkpoint after `step` steps lies once it is whole."""
-    return run_directory / CHECKPOINTS / f"step-{step:08d}"
+    return run_directory / CHECKPOINTS / f"{'light' if is_light else 'step'}-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
     """How many steps were done when it was written; from its name alone."""
-    match = _STEP.fullmatch(checkpoint.name)
+    match = _NAME.fullmatch(checkpoint.name)
     assert match, f"not a checkpoint's name: {checkpoint}"
-    return int(match.group(1))
+    return int(match.group(2))
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest first. Some may be damaged (newest_checkpoint)."""
+    return _named(run_directory, "step")
+
+
+def list_light(run_directory: Path) -> list[Path]:
+    """The same of light checkpoints, which hold weights only."""
+    return _named(run_directory, "light")
+
+
+def _named(run_directory: Path, kind: str) -> list[Path]:
     folder = run_directory / CHECKPOINTS
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
+    found = [path for path, name in matches if name and name.group(1) == kind and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -54,37 +66,42 @@ def newest_checkpoint(
     run_directory: Path,
     *,
     verify: Callable[[Path], None] = verify_manifest,
-    on_damaged: Callable[[Path, CheckpointError], None] = lambda _path, _error: None,
-    candidates: Sequence[Path] | None = None,
+    on_passed_over: Callable[[Path, str], None] = lambda _path, _why: None,
+    candidates: Sequence[tuple[Path, str | None]] | None = None,
 ) -> Path | None:
-    """The newest checkpoint that `verify` raises no CheckpointError for, or None if there is none.
+    """The newest checkpoint that is not tainted and that `verify` raises no CheckpointError for, or
+    None if there is none at all.
 
-    Damaged ones are passed over after `on_damaged` was told. candidates: the checkpoints, oldest
-    first, where they are listed already. Raises CheckpointError if there are checkpoints and all
-    are damaged: starting anew in silence would lose a run.
+    on_passed_over hears of newer ones and what is wrong with them. candidates: the checkpoints,
+    oldest first, and why they are tainted, where they are looked up already. Raises CheckpointError
+    if there are checkpoints and none can be used: starting anew in silence would lose a run.
     """
-    listed = list_checkpoints(run_directory) if candidates is None else candidates
+    every = tainted_or_not(run_directory) if candidates is None else candidates
     problems = list[str]()
-    for path in reversed(listed):
+    for path, tainted in reversed(every):
         try:
-            verify(path)
-            return path
+            if tainted is None:
+                verify(path)
+                return path
+            problem = f"{path} is tainted: {tainted}"
         except CheckpointError as error:
-            problems.append(str(error))
-            on_damaged(path, error)
+            problem = str(error)
+        problems.append(problem)
+        on_passed_over(path, problem)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
+        what = "damaged" if all(tainted is None for _, tainted in every) else "damaged or tainted"
         raise CheckpointError(
-            f"{run_directory}: no checkpoint can be used, all {len(problems)} are damaged:\n"
-            f"{lines}\nTo start anew, move {run_directory / CHECKPOINTS} away."
+            f"{run_directory}: no checkpoint can be used, all {len(problems)} are {what}:\n"
+            f"{lines}\nTo start anew, move {run_directory / CHECKPOINTS} away. A tainted one is "
+            "whole and can be named: evaluate it, or start a run from it with model.source."
         )
     return None
 
 
-def keep_newest(run_directory: Path, *, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints; renamed first, so none looks whole."""
-    for path in list_checkpoints(run_directory)[:-keep_last]:
-        remove_checkpoint(path)
+def tainted_or_not(run_directory: Path) -> list[tuple[Path, str | None]]:
+    """The full checkpoints, oldest first, each with why it is tainted or None."""
+    return [(path, read_verdict(path).tainted) for path in list_checkpoints(run_directory)]
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -99,9 +116,8 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be deleted ({error.strerror or error}). It is older than "
-            "checkpoint.keep_last keeps; newer ones are whole. Delete it by hand, or raise "
-            "checkpoint.keep_last."
+            f"{path} cannot be deleted ({error.strerror or error}). Nothing that is to be kept was "
+            "touched. Delete it by hand, or raise checkpoint.keep_last."
         ) from error
 
 
@@ -153,7 +169,7 @@ def publish(fresh: Path, final: Path) -> None:
     """
     for path in (*fresh.iterdir(), fresh):
         _force_to_disk(path)
-    if _STEP.fullmatch(final.name) and final.exists():
+    if _NAME.fullmatch(final.name) and final.exists():
         remove_checkpoint(final)
     fresh.rename(final)
     _force_to_disk(final.parent)

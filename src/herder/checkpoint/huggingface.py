@@ -97,8 +97,10 @@ def load_weights(
     put together on the host, handed over and forgotten.
 
     Raises WeightsError (of a run CheckpointError) that lists everything missing, unknown, misshapen
-    or of a dtype that cannot be read. Warns where files and config disagree on tying.
+    or of a dtype that cannot be read. Warns of what the source's notes say.
     """
+    for note in source.notes:
+        warnings.warn(note, stacklevel=2)
     if source.weights == "run":
         _load_run(decoder, source, device=device, is_part=place is not None)
         return
@@ -126,8 +128,6 @@ def load_weights(
                 else:
                     assembly.add(part, tensor, like=whole[part.ours])
     tie(decoder)
-    for note in source.notes:
-        warnings.warn(note, stacklevel=2)
 
 
 def _load_run(
@@ -251,6 +251,8 @@ def export_run(
     """The same of a run's checkpoint, without the model: one of its tensors in memory, and one file
     of the new folder. Raises CheckpointError too where it does not fit its own config.
     """
+    for note in source.notes:
+        warnings.warn(note, stacklevel=2)
     stored = read_metadata(source.files)
     like = _ours(build_decoder(source.architecture, dtype=dtype))
     refuse_misfits(like, stored, where=source.name, is_part=False)

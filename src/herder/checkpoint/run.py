@@ -7,7 +7,7 @@ only: neither the loop nor how state is laid out.
     step-00000123/
         model.safetensors  optimizer.safetensors     tensors by name, of a run in one process
         model-00000.safetensors ...                  or what the first rank wrote of them, and so on
-        train_state.json                             step, data position, schedule, random states
+        train_state.json                             step, data position, random states, verdict
         experiment_meta.json                         config, its hash, plan, commit, versions
         config.json tokenizer.json ...               what makes it loadable as a model
         manifest.json                                sizes and sha256 of all of these, written last
@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from herder.checkpoint.directory import (
     checkpoint_path,
-    keep_newest,
     make_afresh,
     not_written,
     publish,
     unfinished_path,
 )
+from herder.checkpoint.inventory import keep_by
 from herder.checkpoint.manifest import FileEntry, verify_manifest, write_manifest
 from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
@@ -50,13 +50,13 @@ from herder.checkpoint.sharded import (
     refuse_misfits,
 )
 from herder.checkpoint.source import MODEL, OPTIMIZER
+from herder.checkpoint.verdict import TRAIN_STATE, UNJUDGED, Verdict
 from herder.config.record import Record
+from herder.config.run import CheckpointConfig
 from herder.errors import CheckpointError, HerderError
 from herder.families.weights import listed
 from herder.observe.meters import Stopwatch
 from herder.parallel.turns import first_rank_decides
-
-TRAIN_STATE = "train_state.json"
 
 
 class DataPosition(Record):
@@ -81,6 +81,7 @@ class Progress(Record):
 
 class _TrainState(Record):
     progress: Progress
+    verdict: Verdict = UNJUDGED
     random: dict[str, JsonValue]
 
 
@@ -175,21 +176,21 @@ class CheckpointWriter:
         progress: Progress,
         meta: ExperimentMeta,
         model_files: Mapping[str, bytes],
-        keep_last: int,
+        policy: CheckpointConfig,
+        verdict: Verdict = UNJUDGED,
         in_background: bool = False,
     ) -> Save:
-        """Write `checkpoints/step-<step>`, and delete all but the newest `keep_last` before and
-        after.
+        """Write `checkpoints/step-<step>`, and delete what the policy lets go of before and after.
 
         Everything goes to a fresh folder that is renamed when complete. in_background: return once
         the state is copied to the host. The save before must have ended.
         """
         final = checkpoint_path(run_directory, progress.step)
         fresh, watch = unfinished_path(final), Stopwatch()
-        state = _TrainState(progress=progress, random=capture_random_state())
+        state = _TrainState(progress=progress, verdict=verdict, random=capture_random_state())
 
         def begin() -> None:
-            keep_newest(run_directory, keep_last=keep_last)  # more are there where it was lowered
+            keep_by(run_directory, policy)  # more are there where it was lowered
             make_afresh(fresh)
 
         def finish(written: dict[str, FileEntry]) -> SavedCheckpoint:
@@ -199,7 +200,7 @@ class CheckpointWriter:
                 (fresh / name).write_bytes(content)
             num_bytes = write_manifest(fresh, written)
             publish(fresh, final)
-            keep_newest(run_directory, keep_last=keep_last)
+            keep_by(run_directory, policy, spares=[final])
             return SavedCheckpoint(final, num_bytes, watch.seconds())
 
         arguments: dict[str, Any] = {

@@ -55,7 +55,7 @@ class PlannedOnce(DefaultSavePlanner):
         plans = [own] if group is None else all_ranks_say(own, group)
         plans, metadata = super().create_global_plan(plans)
         self._own = plans[0 if group is None else dist.get_rank(group)]
-        every = _tensors_of(metadata).values()
+        every = tensors_of(metadata).values()
         self.num_bytes = sum(x.size.numel() * x.properties.dtype.itemsize for x in every)
         """Of all tensors together."""
 
@@ -137,7 +137,7 @@ def read_metadata(files: Sequence[Path]) -> Metadata:
         stored = reader.read_metadata()
     torn = [
         name
-        for name, each in _tensors_of(stored).items()
+        for name, each in tensors_of(stored).items()
         if sum(chunk.sizes.numel() for chunk in each.chunks) != each.size.numel()
     ]
     if torn:
@@ -177,7 +177,7 @@ def refuse_misfits(
 
     On several ranks all of them call it together. is_part: whether more may be stored.
     """
-    found = _tensors_of(stored)
+    found = tensors_of(stored)
     problems = [f"{name} is missing" for name in live.keys() - found.keys()]
     if not is_part:
         problems += [f"{name} is extra" for name in found.keys() - live.keys()]
@@ -191,7 +191,8 @@ def refuse_misfits(
         raise CheckpointError(f"{where} does not fit this model:\n  {lines}")
 
 
-def _tensors_of(stored: Metadata) -> dict[str, TensorStorageMetadata]:
+def tensors_of(stored: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What is known of each tensor, by name."""
     every = stored.state_dict_metadata.items()
     return {name: each for name, each in every if isinstance(each, TensorStorageMetadata)}
 

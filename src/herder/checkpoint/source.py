@@ -112,13 +112,17 @@ def _from_config(config: Mapping[str, Any], *, name: str) -> ModelSource:
 
 
 def _from_folder(folder: Path, name: str) -> ModelSource:
-    if (folder / META).is_file() and _model_pieces(folder):
+    if (folder / META).is_file() and model_pieces(folder):
         return _from_checkpoint(folder, name)
     if (folder / CHECKPOINTS).is_dir():
-        newest = newest_checkpoint(folder)
+        passed_over = list[str]()
+        newest = newest_checkpoint(
+            folder, on_passed_over=lambda _path, problem: passed_over.append(problem)
+        )
         if newest is None:
             raise CheckpointError(f"{folder}: this run has no checkpoint yet.")
-        return _from_checkpoint(newest, name)
+        told = (f"{each.rstrip('.')}. It is passed over for {newest.name}." for each in passed_over)
+        return replace(_from_checkpoint(newest, name), notes=tuple(told))
     config = _read_json(folder / CONFIG)
     if config is None:
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
@@ -139,13 +143,18 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
     source = _from_config(config, name=name)
     if differing_keys(source.architecture.model_dump(mode="json"), meta.architecture):
         raise CheckpointError(f"{folder}: {CONFIG} and {META} describe different architectures.")
-    source = replace(source, weights="run", files=_model_pieces(folder))
+    source = replace(source, weights="run", files=model_pieces(folder))
     return _with_generation(source, folder)
 
 
-def _model_pieces(checkpoint: Path) -> tuple[Path, ...]:
+def model_pieces(checkpoint: Path) -> tuple[Path, ...]:
     """The files that hold the model of a checkpoint: one, or one of each rank that wrote some."""
     return tuple(sorted(checkpoint.glob(f"{MODEL}*.safetensors")))
+
+
+def optimizer_pieces(checkpoint: Path) -> tuple[Path, ...]:
+    """The same of the optimizer's state."""
+    return tuple(sorted(checkpoint.glob(f"{OPTIMIZER}*.safetensors")))
 
 
 def _from_gguf(path: Path, name: str) -> ModelSource:

@@ -74,6 +74,6 @@ def _write_run(decoder: Decoder, found: ModelSource, reference: str, target: Pat
         ),
         meta=build_meta(config, found, None),
         model_files=model_files(found, found.folder),
-        keep_last=1,
+        policy=config.checkpoint,
     )
     begun.result()

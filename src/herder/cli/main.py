@@ -28,6 +28,9 @@ QUESTIONS: dict[str, dict[str, str]] = {
         "data": "Bring models and texts, tokenize them, look at what a step reads.",
         "train": "Run a recipe; run it again and it goes on where it stopped.",
     },
+    "What of it is saved, and is it whole?": {
+        "checkpoint": "List, verify, thin out and compare the checkpoints of a run.",
+    },
     "Is it any good?": {
         "evaluate": "Perplexity and bits per byte on held-out text.",
         "generate": "Continue one prompt, here and now.",

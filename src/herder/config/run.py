@@ -191,14 +191,46 @@ class TrainConfig(Record):
     """How long ranks wait for one that does not come before the run fails."""
 
 
+class JudgeConfig(Record):
+    """When a run looks broken, so that what is saved then is marked as tainted. Only the steps of
+    one process are known to it: after a restart it needs minimum_steps again."""
+
+    window_steps: PositiveInt = 100
+    """A step is held against the median of the last so many good ones."""
+    minimum_steps: PositiveInt = 20
+    """Nothing is judged before so many steps."""
+    loss_deviations: PositiveFloat | None = 10.0
+    """How far above its median a loss is broken, in 1.4826 median absolute deviations or 2 % of the
+    median, whichever is more. null: never."""
+    gradient_deviations: PositiveFloat | None = 20.0
+    """The same of the gradient norm before clipping, with 10 %."""
+    routers: bool = True
+    """Whether a router is broken that sends over 90 % of the tokens to one expert, or half of whose
+    experts get none any more."""
+
+    @model_validator(mode="after")
+    def _minimum_is_seen(self) -> JudgeConfig:
+        if self.minimum_steps > self.window_steps:
+            given = f"minimum_steps={self.minimum_steps} with window_steps={self.window_steps}"
+            raise ValueError(f"{given}: a window never holds that many")
+        return self
+
+
 class CheckpointConfig(Record):
     """When to save and what to keep."""
 
     every_steps: PositiveInt = 100
     keep_last: PositiveInt = 2
+    """How many of the newest stay. Here and below only those count that are whole and not tainted.
+    """
+    keep_every: PositiveInt | None = None
+    """Those of every so many steps stay for ever."""
+    keep_best: NonNegativeInt = 0
+    """So many of the lowest held-out loss stay, of those that evaluate.every_steps fell on."""
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written, from a copy of what each rank writes
     in the host's memory."""
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
 
 
 class RestartConfig(Record):

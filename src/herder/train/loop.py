@@ -13,6 +13,7 @@ from pathlib import Path
 from signal import Signals
 
 from herder.checkpoint.run import Progress
+from herder.checkpoint.verdict import Verdict
 from herder.data.batch import MicroBatch
 from herder.data.prefetch import prefetch
 from herder.errors import TrainingError
@@ -28,6 +29,7 @@ from herder.observe.meters import Stopwatch, Throughput
 from herder.parallel.apply import Parallel
 from herder.parallel.seat import note
 from herder.train.device import peak_memory_bytes, peak_memory_of_each
+from herder.train.judge import Judge
 from herder.train.optimizer import set_learning_rate
 from herder.train.routers import RouterWatch, router_noise
 from herder.train.saving import Saver
@@ -60,8 +62,9 @@ class Outcome:
 def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) -> Outcome:
     """Do the steps from `start` to train.steps, or to the end of the step a signal came in.
 
-    The state is saved every checkpoint.every_steps, after the last step and when stopped; the last
-    save is waited for. Raises TrainingError when a step is not finite, CheckpointError when a save
+    The state is saved every checkpoint.every_steps, after the last step and when stopped, each time
+    after the evaluation of that step, so that the held-out loss is in it; the last save is waited
+    for. Raises TrainingError when a step is not finite, CheckpointError when a save
     fails; the newest whole checkpoint stays good in both cases.
     """
     config, steps = run.config, run.config.train.steps
@@ -69,6 +72,7 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
         flops_per_token=run.flops_per_token, peak_flops_per_second=run.peak_flops_per_second
     )
     routers, parallel = RouterWatch(), run.settings.parallel
+    judge = Judge(config.checkpoint.judge)
     whole, tokens, done = Stopwatch(), start.tokens, start.step
     finished, held_out, stopped_by = None, None, None
     with (
@@ -78,20 +82,25 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
         while done < steps and (stopped_by := agreed_signal(stop_signal, parallel, saver)) is None:
             finished = _do_step(run, done, batches, meter, routers, bus)
             done, tokens = finished.step, tokens + finished.tokens
+            before = judge.tainted
+            judge.look(finished)
             if done == steps or done % config.observe.log_every_steps == 0:
-                for stats in routers.tell(done):
+                told = routers.tell(done)
+                judge.look_at_routers(told)
+                for stats in told:
                     bus.emit(stats)
                 if config.layout == "naive":
                     peaks = peak_memory_of_each(run.settings.device)
                     bus.emit(DeviceMemory(step=done, peak_bytes=peaks))
                 bus.emit(finished)
+            _tell_if_broken(judge, before, done, bus)
             saver.tell()
-            if done == steps or done % config.checkpoint.every_steps == 0:
-                saver.save(run.progress(step=done, tokens=tokens))
             if _is_evaluated_after(run, done):
                 held_out = _evaluate(run, done, bus, stop_signal)
+            if done == steps or done % config.checkpoint.every_steps == 0:
+                saver.save(run.progress(step=done, tokens=tokens), _verdict(judge, held_out, done))
         if finished:
-            saver.save(run.progress(step=done, tokens=tokens))
+            saver.save(run.progress(step=done, tokens=tokens), _verdict(judge, held_out, done))
         saver.wait()
     if finished and not stopped_by:
         bus.emit(_run_finished(finished, tokens - start.tokens, whole.seconds(), meter))
@@ -159,6 +168,19 @@ def _do_step(
         aux_loss=result.aux_loss,
         z_loss=result.z_loss,
     )
+
+
+def _tell_if_broken(judge: Judge, before: str | None, step: int, bus: Bus) -> None:
+    """An incident where the run is judged broken and was not before this step."""
+    if judge.tainted is not None and before is None:
+        told = f"{judge.tainted}. What is saved while that lasts is marked tainted, and neither "
+        told += "resumed nor served unless it is named: checkpoint.judge"
+        bus.emit(Incident(kind="run_looks_broken", message=told, step=step))
+
+
+def _verdict(judge: Judge, held_out: EvaluationFinished | None, step: int) -> Verdict:
+    loss = held_out.loss if held_out is not None and held_out.step == step else math.nan
+    return Verdict(tainted=judge.tainted, held_out_loss=loss if math.isfinite(loss) else None)
 
 
 def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus) -> TrainingError:

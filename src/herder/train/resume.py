@@ -6,15 +6,16 @@ these together and come to the same. Knows no step and no schedule.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from itertools import chain
 from pathlib import Path
 
 from herder.checkpoint.changes import explain_changes
 from herder.checkpoint.directory import (
-    list_checkpoints,
     newest_checkpoint,
     remove_unfinished,
     set_aside,
+    tainted_or_not,
 )
 from herder.checkpoint.manifest import find_damage, refuse_damaged
 from herder.checkpoint.metadata import META, read_meta, refuse_other_config
@@ -31,23 +32,25 @@ def find_checkpoint(run_directory: Path, config: RunConfig, bus: Bus) -> Path | 
     """The checkpoint to go on from, or None for a new run. Hold the directory's lock.
 
     Contents are read and compared, by each rank some of the files. A damaged one is an incident,
-    set aside, and the one before is used. Raises CheckpointError when all are damaged or the run
-    was made with another config.
+    set aside, and the one before is used; a tainted one is an incident, and stays where it is.
+    Raises CheckpointError when none can be used or the run was made with another config.
     """
-    damaged = list[tuple[Path, CheckpointError]]()
+    passed_over = dict[Path, str]()
 
-    def clean() -> list[Path]:
+    def clean() -> list[tuple[Path, str | None]]:
         remove_unfinished(run_directory)
-        return list_checkpoints(run_directory)
+        return tainted_or_not(run_directory)
 
+    candidates = first_rank_decides(clean)
     found = newest_checkpoint(
         run_directory,
         verify=_verify_together,
-        on_damaged=lambda path, error: damaged.append((path, error)),
-        candidates=first_rank_decides(clean),
+        on_passed_over=passed_over.__setitem__,
+        candidates=candidates,
     )
     if found is not None:
-        first_rank_decides(lambda: _tell(found, config, damaged, bus))
+        tainted = {path for path, reason in candidates if reason is not None}
+        first_rank_decides(lambda: _tell(found, config, passed_over, tainted, bus))
     elif (run_directory / META).is_file():
         told = f"{run_directory} was started before and has no checkpoint: from the start again"
         bus.emit(Notice(message=told))
@@ -60,15 +63,21 @@ def _verify_together(checkpoint: Path) -> None:
 
 
 def _tell(
-    found: Path, config: RunConfig, damaged: list[tuple[Path, CheckpointError]], bus: Bus
+    found: Path,
+    config: RunConfig,
+    passed_over: Mapping[Path, str],
+    tainted: Set[Path],
+    bus: Bus,
 ) -> None:
     """Refuse another config, and set aside what is damaged."""
     saved = read_meta(found)
     refuse_other_config(saved, config.model_dump(mode="json"), where=found.parents[1])
-    for path, error in damaged:
-        aside = set_aside(path)
-        told = f"{error} Kept as {aside.name}; going on from {found.name}."
-        bus.emit(Incident(kind="damaged_checkpoint", message=told))
+    for path, problem in passed_over.items():
+        if path in tainted:
+            kind, told = "tainted_checkpoint", f"{problem}. Passed over"
+        else:
+            kind, told = "damaged_checkpoint", f"{problem} Kept as {set_aside(path).name}"
+        bus.emit(Incident(kind=kind, message=f"{told}; going on from {found.name}."))
 
 
 def load_progress(run: TrainRun, checkpoint: Path, bus: Bus) -> Progress:

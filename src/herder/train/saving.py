@@ -11,6 +11,7 @@ from pathlib import Path
 
 from herder.checkpoint.directory import step_of
 from herder.checkpoint.run import CheckpointWriter, Progress, Save
+from herder.checkpoint.verdict import UNJUDGED, Verdict
 from herder.errors import CheckpointError
 from herder.observe.events import Bus, CheckpointSaved, Incident, Notice
 from herder.observe.meters import Stopwatch
@@ -41,7 +42,7 @@ class Saver:
         """Whether this rank knows that the save under way failed, which `wait` raises on all."""
         return self._pending is not None and self._pending.has_failed
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, verdict: Verdict = UNJUDGED) -> None:
         """Save, unless this step is saved already; waits for the save before to end.
 
         Returns when the state is copied, or when all is written: checkpoint.asynchronous. Raises
@@ -62,7 +63,8 @@ class Saver:
             progress=progress,
             meta=run.meta.model_copy(update={"step": progress.step, "unix_seconds": time.time()}),
             model_files=run.model_files,
-            keep_last=settings.keep_last,
+            policy=settings,
+            verdict=verdict,
             in_background=settings.asynchronous,
         )
         self._step = progress.step

@@ -8,7 +8,6 @@ import pytest
 
 from herder.checkpoint.directory import (
     checkpoint_path,
-    keep_newest,
     list_checkpoints,
     locked,
     newest_checkpoint,
@@ -18,7 +17,9 @@ from herder.checkpoint.directory import (
     step_of,
     writing,
 )
+from herder.checkpoint.inventory import keep_by
 from herder.checkpoint.manifest import write_manifest
+from herder.config.run import CheckpointConfig
 from herder.errors import CheckpointError
 
 
@@ -46,7 +47,7 @@ def test_a_damaged_newest_is_told_and_the_one_before_is_used(run: Path) -> None:
     (checkpoint_path(run, 100_000_000) / "state").write_bytes(b"short")
     (checkpoint_path(run, 10) / "manifest.json").unlink()
     told = list[int]()
-    found = newest_checkpoint(run, on_damaged=lambda path, _: told.append(step_of(path)))
+    found = newest_checkpoint(run, on_passed_over=lambda path, _: told.append(step_of(path)))
     assert found == checkpoint_path(run, 9)
     assert told == [100_000_000, 10]
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_set_aside_is_kept_but_no_longer_found(run: Path) -> None:
 
 
 def test_only_the_newest_are_kept(run: Path) -> None:
-    keep_newest(run, keep_last=2)
+    keep_by(run, CheckpointConfig(keep_last=2))
     assert [step_of(path) for path in list_checkpoints(run)] == [10, 100_000_000]
     assert len(list((run / "checkpoints").iterdir())) == 2
 
@@ -76,7 +77,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_newer_ones_stay(ru
     occupied = oldest.with_name(f".deleting-{oldest.name}")
     occupied.write_text("a file where the doomed folder would go")
     with pytest.raises(CheckpointError, match="step-00000009 cannot be deleted"):
-        keep_newest(run, keep_last=2)
+        keep_by(run, CheckpointConfig(keep_last=2))
     assert len(list_checkpoints(run)) == 3
 
 

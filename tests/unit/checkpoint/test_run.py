@@ -26,6 +26,7 @@ from herder.checkpoint.run import (
     TrainTensors,
     load_checkpoint,
 )
+from herder.config.run import CheckpointConfig
 from herder.errors import CheckpointError
 from tests.tiny import meta_at, progress_at
 
@@ -65,7 +66,7 @@ def save(
         progress=progress_at(step),
         meta=meta_at(step, ARCHITECTURE),
         model_files={"config.json": b"{}"} if model_files is None else model_files,
-        keep_last=keep_last,
+        policy=CheckpointConfig(keep_last=keep_last),
     )
     return started.result()
 
@@ -135,7 +136,7 @@ def test_what_is_saved_in_the_background_is_what_was_there_when_it_began(tmp_pat
         progress=progress_at(5),
         meta=meta_at(5, ARCHITECTURE),
         model_files=Waiting(),
-        keep_last=1,
+        policy=CheckpointConfig(keep_last=1),
         in_background=True,
     )
     for tensor in state.all.values():

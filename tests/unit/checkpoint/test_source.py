@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from herder.checkpoint.huggingface import save_huggingface
 from herder.checkpoint.run import CheckpointWriter, TrainTensors
 from herder.checkpoint.source import resolve_model
+from herder.config.run import CheckpointConfig
 from herder.errors import CheckpointError, ModelError, WeightsError
 from herder.families.registry import architecture_to_hf
 from herder.model.decoder import Decoder
@@ -128,7 +129,7 @@ def save_run(decoder: Decoder, run: Path, step: int) -> None:
             "config.json": config.encode(),
             "generation_config.json": b'{"eos_token_id": [4]}',
         },
-        keep_last=2,
+        policy=CheckpointConfig(keep_last=2),
     )
     save.result()
 

@@ -25,7 +25,7 @@ from herder.checkpoint.directory import writing
 from herder.checkpoint.gguf_file import read_gguf
 from herder.checkpoint.gguf_metadata import gguf_rules, permuted_heads
 from herder.checkpoint.quantized import QuantizedTensor, logical_tensors, read_values
-from herder.checkpoint.sharded import load_tensors, read_metadata, refuse_misfits
+from herder.checkpoint.sharded import load_tensors, read_metadata, refuse_misfits, tensors_of
 from herder.checkpoint.source import (
     CONFIG,
     GENERATION_CONFIG,
@@ -34,7 +34,7 @@ from herder.checkpoint.source import (
     TOKENIZER_FILES,
     ModelSource,
 )
-from herder.checkpoint.stored import StoredTensor, read_header, stored_tensors
+from herder.checkpoint.stored import StoredTensor, stored_tensors
 from herder.checkpoint.tensors import PLAIN_DTYPES, halves_from_neighbours
 from herder.config.architecture import ArchitectureConfig
 from herder.errors import CheckpointError, WeightsError
@@ -63,10 +63,11 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
     where they are quantized."""
     totals: Counter[str] = Counter()
     if source.weights == "run":
-        every = [each for path in source.files for each in read_header(path).values()]
-    else:
-        every = _stored(source).values()
-    for each in every:
+        sizes = Counter[torch.dtype]()
+        for each in tensors_of(read_metadata(source.files)).values():
+            sizes[each.properties.dtype] += each.size.numel() * each.properties.dtype.itemsize
+        return sizes.most_common(1)[0][0]
+    for each in _stored(source).values():
         totals[each.kind] += each.num_bytes
     return PLAIN_DTYPES.get(totals.most_common(1)[0][0], torch.float32)
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pydantic import JsonValue, NonNegativeInt, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from herder.checkpoint.directory import (
@@ -39,6 +41,7 @@ from herder.checkpoint.directory import (
     unfinished_path,
 )
 from herder.checkpoint.inventory import keep_by
+from herder.checkpoint.light import write_delta
 from herder.checkpoint.manifest import FileEntry, verify_manifest, write_manifest
 from herder.checkpoint.metadata import ExperimentMeta, differing_keys, read_meta, write_meta
 from herder.checkpoint.random_state import capture_random_state, restore_random_state
@@ -49,7 +52,8 @@ from herder.checkpoint.sharded import (
     read_metadata,
     refuse_misfits,
 )
-from herder.checkpoint.source import MODEL, OPTIMIZER
+from herder.checkpoint.source import DELTA, MODEL, OPTIMIZER
+from herder.checkpoint.stream import write_tensors
 from herder.checkpoint.verdict import TRAIN_STATE, UNJUDGED, Verdict
 from herder.config.record import Record
 from herder.config.run import CheckpointConfig
@@ -179,18 +183,22 @@ class CheckpointWriter:
         policy: CheckpointConfig,
         verdict: Verdict = UNJUDGED,
         in_background: bool = False,
+        base: Path | None = None,
     ) -> Save:
         """Write `checkpoints/step-<step>`, and delete what the policy lets go of before and after.
+
+        base: a full checkpoint that this writer wrote; then `light-<step>` is written instead.
 
         Everything goes to a fresh folder that is renamed when complete. in_background: return once
         the state is copied to the host. The save before must have ended.
         """
-        final = checkpoint_path(run_directory, progress.step)
+        final = checkpoint_path(run_directory, progress.step, is_light=base is not None)
         fresh, watch = unfinished_path(final), Stopwatch()
         state = _TrainState(progress=progress, verdict=verdict, random=capture_random_state())
 
         def begin() -> None:
-            keep_by(run_directory, policy)  # more are there where it was lowered
+            # before, as more are there where it was lowered
+            keep_by(run_directory, policy, spares=[base] if base else [])
             make_afresh(fresh)
 
         def finish(written: dict[str, FileEntry]) -> SavedCheckpoint:
@@ -198,15 +206,19 @@ class CheckpointWriter:
             write_meta(meta, fresh)
             for name, content in model_files.items():
                 (fresh / name).write_bytes(content)
-            num_bytes = write_manifest(fresh, written)
+            num_bytes = write_manifest(fresh, written, base=base)
             publish(fresh, final)
-            keep_by(run_directory, policy, spares=[final])
+            keep_by(run_directory, policy, spares=[base or final])
             return SavedCheckpoint(final, num_bytes, watch.seconds())
 
+        planner, file_of, write = self._planner, self._file_of, write_tensors
+        if base is not None:
+            planner = planner.without(self._optimizer_names)
+            file_of, write = self._delta_of, partial(_write_light, base)
         arguments: dict[str, Any] = {
-            "state_dict": self._planner.written_here(tensors.all),
-            "storage_writer": SafetensorsWriter(fresh, self._file_of, begin, finish),
-            "planner": self._planner,
+            "state_dict": planner.written_here(tensors.all),
+            "storage_writer": SafetensorsWriter(fresh, file_of, begin, finish, write),
+            "planner": planner,
             "process_group": self._group,
             "no_dist": self._group is None,
         }
@@ -218,13 +230,21 @@ class CheckpointWriter:
                 future.set_result(dcp.save(**arguments))
             except BaseException as error:
                 future.set_exception(error)
-        return Save(final, not self._rank, self._planner.num_bytes, future)
+        return Save(final, not self._rank, planner.num_bytes, future)
 
     def _file_of(self, name: str) -> str:
         """Which file of this rank a tensor is written to."""
         stem = OPTIMIZER if name in self._optimizer_names else MODEL
         rank = "" if self._rank is None else f"-{self._rank:05d}"
         return f"{stem}{rank}.safetensors"
+
+    def _delta_of(self, name: str) -> str:
+        return self._file_of(name).removesuffix(".safetensors") + DELTA
+
+
+def _write_light(base: Path, path: Path, items: list[WriteItem], planner: SavePlanner) -> FileEntry:
+    full = base / f"{path.name.removesuffix(DELTA)}.safetensors"
+    return write_delta(path, items, planner, base=full)
 
 
 def load_checkpoint(

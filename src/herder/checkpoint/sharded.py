@@ -7,8 +7,10 @@ is in and which a model is read from without ranks, hashed and brought to the di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -29,10 +31,19 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.futures import Future
 
-from herder.checkpoint.manifest import FileEntry
+from herder.checkpoint.light import full_file, read_delta
+from herder.checkpoint.manifest import FileEntry, verify_manifest
+from herder.checkpoint.source import DELTA
 from herder.checkpoint.stream import write_tensors
 from herder.errors import CheckpointError
 from herder.families.weights import listed
@@ -55,9 +66,21 @@ class PlannedOnce(DefaultSavePlanner):
         plans = [own] if group is None else all_ranks_say(own, group)
         plans, metadata = super().create_global_plan(plans)
         self._own = plans[0 if group is None else dist.get_rank(group)]
-        every = tensors_of(metadata).values()
-        self.num_bytes = sum(x.size.numel() * x.properties.dtype.itemsize for x in every)
+        every = tensors_of(metadata).items()
+        self._num_bytes = {n: x.size.numel() * x.properties.dtype.itemsize for n, x in every}
+
+    @property
+    def num_bytes(self) -> int:
         """Of all tensors together."""
+        return sum(self._num_bytes.values())
+
+    def without(self, names: Set[str]) -> PlannedOnce:
+        """The same plan for all other tensors, which needs no collective."""
+        part = copy(self)
+        part._num_bytes = {n: x for n, x in self._num_bytes.items() if n not in names}
+        items = [item for item in self._own.items if item.index.fqn not in names]
+        part._own = replace(self._own, items=items)
+        return part
 
     def written_here(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """What this rank writes, as plain tensors: its part of each."""
@@ -84,8 +107,8 @@ class PlannedOnce(DefaultSavePlanner):
 class SafetensorsWriter(FileSystemWriter):
     """Writes a file for each kind of tensors that this rank has something of.
 
-    file_of: which file a tensor goes to. Called on the first rank: begin before any rank writes,
-    finish with the files of all of them; what it gives is all ranks' storage_data.
+    file_of: which file a tensor goes to; write: how one is written. Called on the first rank: begin
+    before any rank writes, finish with the files of all; what it gives is all ranks' storage_data.
     """
 
     def __init__(
@@ -94,12 +117,14 @@ class SafetensorsWriter(FileSystemWriter):
         file_of: Callable[[str], str],
         begin: Callable[[], None],
         finish: Callable[[dict[str, FileEntry]], object],
+        write: Callable[[Path, list[WriteItem], SavePlanner], FileEntry] = write_tensors,
     ) -> None:
         super().__init__(folder)
         self._folder = folder
         self._file_of = file_of
         self._begin = begin
         self._finish = finish
+        self._write = write
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is: the first rank makes the folder."""
@@ -116,9 +141,7 @@ class SafetensorsWriter(FileSystemWriter):
         for item in plan.items:
             files.setdefault(self._file_of(item.index.fqn), []).append(item)
         done: Future[Any] = Future()
-        done.set_result(
-            [(f, write_tensors(self._folder / f, i, planner)) for f, i in files.items()]
-        )
+        done.set_result([(f, self._write(self._folder / f, i, planner)) for f, i in files.items()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -129,12 +152,18 @@ class SafetensorsWriter(FileSystemWriter):
 def read_metadata(files: Sequence[Path]) -> Metadata:
     """Which pieces of which tensors files hold, from their headers.
 
-    Raises CheckpointError for a file that cannot be read, and for a tensor that is not whole.
+    Those of a light checkpoint hold the pieces that the full one's have. Raises CheckpointError for
+    a file that cannot be read, a tensor that is not whole, and a full checkpoint that is another.
     """
+    light = {str(full_file(path)): str(path) for path in files if path.name.endswith(DELTA)}
+    for folder in {Path(path).parent for path in light.values()}:
+        verify_manifest(folder)
     with _told(files[0].parent if files else "no files"):
         reader = HuggingFaceStorageReader("")
-        reader.fs = _Files(files)
+        reader.fs = _Files([*light] or files)
         stored = reader.read_metadata()
+    for index, place in stored.storage_data.items() if light else ():
+        stored.storage_data[index] = replace(place, relative_path=light[place.relative_path])
     torn = [
         name
         for name, each in tensors_of(stored).items()
@@ -149,11 +178,35 @@ def read_metadata(files: Sequence[Path]) -> Metadata:
 class _Files(FileSystem):
     """Some files, wherever they are."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path | str]) -> None:
         self._names = list(map(str, files))
 
     def ls(self, path: str | PathLike[str]) -> list[str]:
         return self._names
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads light checkpoints too, a whole piece at a time."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what a plan wants to where it wants it."""
+        whole, name, piece = list[ReadItem](), None, None
+        for item in plan.items:
+            path = self.storage_data[item.storage_index].relative_path
+            if not path.endswith(DELTA):
+                whole.append(item)
+                continue
+            if piece is None or (path, item.storage_index) != name:
+                name, piece = (
+                    (path, item.storage_index),
+                    read_delta(Path(path), item.storage_index.fqn),
+                )
+            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            part = piece[tuple(slice(start, start + length) for start, length in spans)]
+            live = planner.resolve_tensor(item).detach()
+            live.copy_(part)
+            planner.commit_tensor(item, live)
+        return super().read_data(replace(plan, items=whole), planner)
 
 
 def load_tensors(live: Mapping[str, Tensor], stored: Metadata) -> None:
@@ -161,7 +214,7 @@ def load_tensors(live: Mapping[str, Tensor], stored: Metadata) -> None:
 
     Ranks need not do it together. Raises CheckpointError for a file that cannot be read.
     """
-    reader = HuggingFaceStorageReader("")
+    reader = _Reader("")
     reader.set_up_storage_reader(stored, is_coordinator=True)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(live), stored)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODEL, OPTIMIZER = "model", "optimizer"
 """How the names of a checkpoint's files start; those of ranks go on with their number."""
+DELTA = ".delta.zip"
+"""How a light checkpoint's files end: what changed since a full one's file (light.py)."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -149,7 +152,8 @@ def _from_checkpoint(folder: Path, name: str) -> ModelSource:
 
 def model_pieces(checkpoint: Path) -> tuple[Path, ...]:
     """The files that hold the model of a checkpoint: one, or one of each rank that wrote some."""
-    return tuple(sorted(checkpoint.glob(f"{MODEL}*.safetensors")))
+    found = (checkpoint.glob(f"{MODEL}*{ending}") for ending in (".safetensors", DELTA))
+    return tuple(sorted(chain.from_iterable(found)))
 
 
 def optimizer_pieces(checkpoint: Path) -> tuple[Path, ...]:

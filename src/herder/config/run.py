@@ -227,10 +227,21 @@ class CheckpointConfig(Record):
     """Those of every so many steps stay for ever."""
     keep_best: NonNegativeInt = 0
     """So many of the lowest held-out loss stay, of those that evaluate.every_steps fell on."""
+    light_every_steps: PositiveInt | None = None
+    """Between full checkpoints, weights only, as what changed since the last full one of this
+    process; before there is one, none. They take disk reads and a core's time, no host memory
+    beyond that of `asynchronous`."""
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written, from a copy of what each rank writes
     in the host's memory."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
+
+    @model_validator(mode="after")
+    def _light_ones_lie_between(self) -> CheckpointConfig:
+        if self.light_every_steps is not None and self.light_every_steps >= self.every_steps:
+            given = f"light_every_steps={self.light_every_steps}, every_steps={self.every_steps}"
+            raise ValueError(f"{given}: light ones come between full ones, so more often")
+        return self
 
 
 class RestartConfig(Record):

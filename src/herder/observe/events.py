@@ -117,6 +117,8 @@ class CheckpointSaved:
     """From its start until it had its name; training went on during most of them."""
     stall_seconds: float | None = None
     """How long training stood still for it, waiting for the one before included."""
+    full_bytes: int | None = None
+    """Of the full checkpoint that a light one rests on; None for a full one."""
 
 
 @dataclass(frozen=True, kw_only=True)

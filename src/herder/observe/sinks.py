@@ -168,6 +168,8 @@ def describe_routers(stats: Collection[RouterStats]) -> str:
 def describe_save(event: CheckpointSaved) -> str:
     """How much was written, how fast, and how long training stood still for it."""
     told = f"{format_gb(event.num_bytes)} in {format_seconds(event.seconds)}"
+    if event.full_bytes:
+        told = f"{event.num_bytes / event.full_bytes:.0%} of a full one, {told}"
     if event.stall_seconds is not None:
         told += f", training waited {format_seconds(event.stall_seconds)}"
     return told

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
+from typing import Literal
 
 from herder.checkpoint.run import Progress
 from herder.checkpoint.verdict import Verdict
@@ -97,8 +98,9 @@ def train(run: TrainRun, start: Progress, bus: Bus, *, stop_signal: StopSignal) 
             saver.tell()
             if _is_evaluated_after(run, done):
                 held_out = _evaluate(run, done, bus, stop_signal)
-            if done == steps or done % config.checkpoint.every_steps == 0:
-                saver.save(run.progress(step=done, tokens=tokens), _verdict(judge, held_out, done))
+            if kind := _is_saved_after(run, done):
+                progress = run.progress(step=done, tokens=tokens)
+                saver.save(progress, _verdict(judge, held_out, done), is_light=kind == "light")
         if finished:
             saver.save(run.progress(step=done, tokens=tokens), _verdict(judge, held_out, done))
         saver.wait()
@@ -192,6 +194,14 @@ def _told_as_incident(run: TrainRun, step: int, error: NonFiniteError, bus: Bus)
         f"({run.config.train.optimizer.learning_rate}) in a new run_directory, lengthen "
         f"train.schedule.warmup_steps, or try train.precision=fp32."
     )
+
+
+def _is_saved_after(run: TrainRun, step: int) -> Literal["full", "light"] | None:
+    config = run.config.checkpoint
+    if step == run.config.train.steps or step % config.every_steps == 0:
+        return "full"
+    light_every = config.light_every_steps
+    return "light" if light_every is not None and step % light_every == 0 else None
 
 
 def _is_evaluated_after(run: TrainRun, step: int) -> bool:

@@ -35,15 +35,22 @@ class Saver:
         self._stall_seconds = 0.0
         self._step: int | None = None
         self.newest: Path | None = None
-        """The last one of this process that is whole."""
+        """The last full one of this process that is whole."""
+        self._full_bytes = 0
+        self._is_light = False
 
     @property
     def has_failed(self) -> bool:
         """Whether this rank knows that the save under way failed, which `wait` raises on all."""
         return self._pending is not None and self._pending.has_failed
 
-    def save(self, progress: Progress, verdict: Verdict = UNJUDGED) -> None:
+    def save(
+        self, progress: Progress, verdict: Verdict = UNJUDGED, *, is_light: bool = False
+    ) -> None:
         """Save, unless this step is saved already; waits for the save before to end.
+
+        is_light: only weights, as what changed since the last full one of this process; nothing
+        where there is none yet.
 
         Returns when the state is copied, or when all is written: checkpoint.asynchronous. Raises
         CheckpointError when this one or the one before could not be written.
@@ -52,6 +59,9 @@ class Saver:
             return
         run, settings, watch = self._run, self._run.config.checkpoint, Stopwatch()
         self._wait_for_disk(progress.step)
+        base = self.newest if is_light else None
+        if is_light and base is None:
+            return
         note(progress.step, "saving a checkpoint")
         tensors = state_tensors(run.decoder, run.optimizer, has_copies=False)
         if self._writer is None:
@@ -66,8 +76,10 @@ class Saver:
             policy=settings,
             verdict=verdict,
             in_background=settings.asynchronous,
+            base=base,
         )
-        self._step = progress.step
+        self._is_light = is_light
+        self._step = self._step if is_light else progress.step
         self._stall_seconds = watch.seconds()
         if not settings.asynchronous:
             self.wait()
@@ -100,7 +112,8 @@ class Saver:
             told = Incident(kind="checkpoint_not_saved", message=str(error), step=step)
             self._bus.emit(told)
             raise
-        self.newest = saved.path
+        if not self._is_light:
+            self.newest, self._full_bytes = saved.path, saved.num_bytes
         self._bus.emit(
             CheckpointSaved(
                 step=step,
@@ -108,6 +121,7 @@ class Saver:
                 num_bytes=saved.num_bytes,
                 seconds=saved.seconds,
                 stall_seconds=self._stall_seconds,
+                full_bytes=self._full_bytes if self._is_light else None,
             )
         )
 

@@ -76,7 +76,7 @@ def report_run(run_directory: Path) -> RunReport:
             case events.StepFinished():
                 report.step, report.loss, report.ended = event.step, event.loss, None
                 report.tokens_per_second = event.tokens_per_second
-            case events.CheckpointSaved() | events.CheckpointLoaded():
+            case events.CheckpointSaved(full_bytes=None) | events.CheckpointLoaded():
                 report.checkpoint = event.path
             case events.RunFinished():
                 report.ended = "finished"

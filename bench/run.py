@@ -6,7 +6,8 @@ repetition, so that a machine that slows down slows all of them. Prints medians,
 repetitions against the peer's fastest setting, and the share of what the machine can do at most.
 
 Of ranks it also tells the memory that dispatch to experts takes, the share of their exchange that
-is hidden behind a shared expert, and the longest sequence that trains in a given memory.
+is hidden behind a shared expert, and the longest sequence that trains in a given memory; of
+checkpoints how long a run stands still for one, beside `dcp.save` and the disk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import cases
 import longest
 import roofline
 import routed
+import saving
 import scaling
 import torch
 from rich.console import Console
@@ -61,6 +63,7 @@ ON_RANKS = {
     "dispatch": routed.compare_memory,
     "overlap": routed.compare_overlap,
     "longest": longest.compare,
+    "saving": saving.compare,
 }
 WORKS = ("decode", "prefill", *cases.MANY_EXPERTS, "train-moe", "train", *ON_RANKS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from herder.checkpoint.directory import CHECKPOINTS, list_checkpoints, step_of
-from tests.end_to_end.training import Training
+from tests.end_to_end.training import HERDER, TORCHRUN, Training
 
 EVERY_STEPS = 5
 
@@ -169,3 +169,20 @@ def test_a_signal_ends_the_run_in_every_phase_with_what_was_done_saved(
     assert not list(training.run_directory.glob("*/.writing-*"))
     told = training.events("RunInterrupted")
     assert [each["step"] for each in told] == [done]
+
+
+@pytest.mark.full
+def test_torchrun_starts_ranks_again_and_they_go_on(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    saved = (f"train.steps={12 * EVERY_STEPS}", f"checkpoint.every_steps={EVERY_STEPS}")
+    expected = unbroken(recipe, *saved)
+    launcher = (*TORCHRUN, "--max-restarts=2", "--monitor-interval=0.3", "--no-python", *HERDER)
+    with Training(recipe, *saved, launcher=launcher) as training:
+        training.wait_until(lambda: newest(training) >= EVERY_STEPS)
+        training.rank(1).kill()
+        _, err = training.finish()
+        assert training.process.returncode == 0, err
+        assert losses(training) == expected
+        assert len(training.events("RunStarted")) == 2

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 
 from herder.checkpoint.directory import list_checkpoints, step_of
 from herder.cli.main import run
-from tests.end_to_end.training import HERDER, WAIT_SECONDS, Training
+from tests.end_to_end.training import HERDER, TORCHRUN, WAIT_SECONDS, Training
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LAUNCHERS = {"herder": HERDER, "torchrun": (*TORCHRUN, "--no-python", *HERDER)}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 HERDER = (sys.executable, "-c", "from herder.cli.main import main; main()")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 WAIT_SECONDS = 120.0
 
 

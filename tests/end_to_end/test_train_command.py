@@ -19,6 +19,7 @@ import yaml
 from herder.checkpoint.directory import list_checkpoints, newest_checkpoint, step_of
 from herder.checkpoint.manifest import verify_manifest
 from herder.checkpoint.metadata import read_meta
+from herder.checkpoint.verdict import read_verdict
 from herder.cli.main import run
 from herder.observe.events import (
     CheckpointLoaded,
@@ -138,6 +139,23 @@ def when(process: subprocess.Popen[str], is_true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def test_what_is_saved_while_the_run_looks_broken_is_passed_over(runs: Runs) -> None:
+    judge = ("gradient_deviations=0.000001", "minimum_steps=12", "window_steps=12")
+    strict = [f"checkpoint.judge.{each}" for each in judge]
+    assert runs.run("broken", "train.steps=24", *strict) == 0
+    *good, last = list_checkpoints(runs.directory("broken"))
+    assert [step_of(path) for path in (*good, last)] == [10, 20, 24], "two that are good"
+    reason = read_verdict(last).tainted
+    assert reason is not None
+    assert reason.startswith("gradient norm")
+    assert "run_looks_broken" in {e.kind for e in runs.events("broken") if isinstance(e, Incident)}
+    assert runs.run("broken", "train.steps=40") == 0
+    events = runs.events("broken")
+    assert [e.step for e in events if isinstance(e, CheckpointLoaded)] == [20]
+    (told,) = [e for e in events if isinstance(e, Incident) and e.kind == "tainted_checkpoint"]
+    assert f"step-00000024 is tainted: {reason}. Passed over" in told.message
+
+
 def test_a_run_from_nothing_leaves_what_its_users_need(
     runs: Runs, unbroken: dict[int, float]
 ) -> None:
@@ -148,6 +166,7 @@ def test_a_run_from_nothing_leaves_what_its_users_need(
     kinds = [type(event).__name__ for event in runs.events("unbroken")]
     assert (kinds[0], kinds[-1]) == ("RunStarted", "RunFinished")
     assert kinds.count("EvaluationFinished") == 2
+    assert "Incident" not in kinds, "nothing that learns is judged broken"
     meta = json.loads((folder / "experiment_meta.json").read_text())
     plan = json.loads((folder / "plan.json").read_text())
     started = runs.events("unbroken")[0]

@@ -205,8 +205,8 @@ class JudgeConfig(Record):
     gradient_deviations: PositiveFloat | None = 20.0
     """The same of the gradient norm before clipping, with 10 %."""
     routers: bool = True
-    """Whether a router is broken that sends over 90 % of the tokens to one expert, or half of whose
-    experts get none any more."""
+    """Whether routers are broken where one sends over 90 % of the tokens to one expert, or half of
+    its experts get none any more, for minimum_steps after none had for as many."""
 
     @model_validator(mode="after")
     def _minimum_is_seen(self) -> JudgeConfig:

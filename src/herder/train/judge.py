@@ -33,6 +33,8 @@ class Judge:
         self._good = {name: deque[float](maxlen=config.window_steps) for name in _LEAST_SPREAD}
         self._found: tuple[int, str] | None = None
         self._routers: str | None = None
+        self._routers_since: int | None = None
+        self._routers_well = self._routers_were_well = False
         self._step = 0
 
     @property
@@ -61,13 +63,20 @@ class Judge:
             good.append(value)
 
     def look_at_routers(self, told: Iterable[RouterStats]) -> None:
-        """Judge what routers did since they were last told of."""
+        """Judge what routers did since they were last told of.
+
+        Small models often begin with a few experts that take all: broken is what had been well for
+        minimum_steps and then is not for as many.
+        """
         broken = [
             f"layer {each.layer}: {len(each.dominant)} experts that nearly all tokens chose, "
             f"{len(each.dead)} of {len(each.selections)} that none did"
             for each in told
             if each.dominant or 2 * len(each.dead) >= len(each.selections)
         ]
-        enough = len(self._good["loss"]) >= self._config.minimum_steps
-        collapsed = bool(broken) and enough and self._config.routers
+        if self._routers_since is None or bool(broken) == self._routers_well:
+            self._routers_since, self._routers_well = self._step, not broken
+        lasts = self._step - self._routers_since >= self._config.minimum_steps
+        self._routers_were_well |= lasts and self._routers_well
+        collapsed = bool(broken) and lasts and self._routers_were_well and self._config.routers
         self._routers = f"routers collapsed: {'; '.join(broken)}" if collapsed else None

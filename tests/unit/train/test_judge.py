@@ -89,15 +89,38 @@ def test_nothing_is_judged_before_enough_steps_and_what_is_off_is_off() -> None:
         JudgeConfig(window_steps=5)
 
 
-def test_routers_that_collapsed_taint_until_they_are_told_to_be_well() -> None:
+WELL = [routers(5, 5, 5, 5, dead=(1,))]
+ONE_TAKES_ALL = [routers(5, 5, 5, 5), routers(95, 3, 2, 0, dominant=(0,))]
+HALF_UNUSED = [routers(10, 10, 0, 0, dead=(2, 3))]
+
+
+def route(judge: Judge, steps: range, told: list[RouterStats]) -> list[bool]:
+    """Whether the run was tainted after each of these steps, in which routers did this."""
+    tainted = []
+    for step in steps:
+        judge.look(step_at(step, 2.1))
+        judge.look_at_routers(told)
+        tainted.append(judge.tainted is not None)
+    return tainted
+
+
+@pytest.mark.parametrize("broken", [ONE_TAKES_ALL, HALF_UNUSED])
+def test_routers_that_were_well_and_then_collapse_for_long_taint_until_they_are_well_again(
+    broken: list[RouterStats],
+) -> None:
     judge = settled()
-    judge.look_at_routers([routers(5, 5, 5, 5, dead=(1,))])
-    assert judge.tainted is None
-    judge.look_at_routers([routers(5, 5, 5, 5), routers(95, 3, 2, 0, dominant=(0,))])
-    assert judge.tainted == (
-        "routers collapsed: layer 3: 1 experts that nearly all tokens chose, 0 of 4 that none did"
-    )
-    judge.look_at_routers([routers(5, 5, 5, 5)])
-    assert judge.tainted is None
-    judge.look_at_routers([routers(10, 10, 0, 0, dead=(2, 3))])
+    assert not any(route(judge, range(31, 60), WELL))
+    assert route(judge, range(60, 90), broken) == [False] * 20 + [True] * 10
     assert judge.tainted is not None
+    assert judge.tainted.startswith("routers collapsed: layer 3: ")
+    assert not any(route(judge, range(90, 92), WELL))
+
+
+def test_routers_that_begin_with_a_few_experts_taking_all_are_not_judged() -> None:
+    judge = settled()
+    assert not any(route(judge, range(31, 80), ONE_TAKES_ALL))
+    assert not any(route(judge, range(80, 82), WELL))
+    assert not any(route(judge, range(82, 120), ONE_TAKES_ALL))
+    off = settled(routers=False)
+    route(off, range(31, 60), WELL)
+    assert not any(route(off, range(60, 90), ONE_TAKES_ALL))

@@ -111,7 +111,11 @@ def fail_in_a_step(
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("herder", signal.SIGSTOP), ("herder", signal.SIGKILL), ("torchrun", signal.SIGKILL)],
+    [
+        ("herder", signal.SIGSTOP),
+        ("herder", signal.SIGKILL),
+        pytest.param("torchrun", signal.SIGKILL, marks=pytest.mark.full),
+    ],
 )
 def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
     launcher: str, number: signal.Signals, recipe: Path, capsys: pytest.CaptureFixture[str]
@@ -143,7 +147,10 @@ def test_the_rank_that_hung_or_was_killed_is_told_from_files_alone(
 )
 @pytest.mark.parametrize(
     ("axis", "setting"),
-    [("tp", "layout.tensor_parallel_size=2"), ("pp", "layout.pipeline_parallel_size=2")],
+    [
+        ("tp", "layout.tensor_parallel_size=2"),
+        pytest.param("pp", "layout.pipeline_parallel_size=2", marks=pytest.mark.full),
+    ],
 )
 def test_one_of_four_ranks_is_named_though_each_meets_only_some_of_the_others(
     axis: str, setting: str, number: signal.Signals, recipe: Path

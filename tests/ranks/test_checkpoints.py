@@ -100,6 +100,7 @@ def hop(case: Hop) -> tuple[list[str], dict[str, Tensor]]:
     )
     index, count = parallel.data_shard
     batches = micro_batches(case.step, case.num_micro_batches, SEQUENCE_LENGTH)
+    batches += [batches[0].emptied()] * (-len(batches) % count)
     train_step(decoder.train(), optimizer, batches[index::count], settings)
     saved = state_tensors(decoder, optimizer, has_copies=False)
     _save(case, CheckpointWriter(saved, group), saved)

@@ -71,10 +71,10 @@ class ExpertDispatch(Dispatch):
         sent_SL = expert_counts(chosen_TK, num_experts).view(self._group.size(), -1)
         got_SL = torch.empty_like(sent_SL)
         dist.all_to_all_single(got_SL, sent_SL, group=self._group)
+        sizes = _Sizes(torch.stack([sent_SL.sum(1), got_SL.sum(1)]))
         sort = SortedChoices(chosen_TK)
         rows_RD = sort.rows(x_TD)
-        # The one wait for a GPU: sizes of what is sent and received must be known to the host.
-        sent, got = torch.stack([sent_SL.sum(1), got_SL.sum(1)]).tolist()
+        sent, got = sizes.on_host()
         num_rows, num_chosen = len(rows_RD), sum(sent)
         travelling = RowExchange(rows_RD[:num_chosen], sent, got, self._group)
         beside_TD = None if beside is None else beside()
@@ -89,6 +89,27 @@ class ExpertDispatch(Dispatch):
         if num_chosen < num_rows:
             back_RD = pad(back_RD, (0, 0, 0, num_rows - num_chosen))
         return sort.summed(back_RD, weight_TK), beside_TD
+
+
+class _Sizes:
+    """Sizes of what is sent and received, which the host must know, on their way to it.
+
+    What a GPU is given between the start and `on_host` runs while the host waits: it waits for the
+    copy alone, not for the stream. Pinned memory comes from torch's cache of it.
+    """
+
+    def __init__(self, sizes: Tensor) -> None:
+        self._sizes, self._copied = sizes, None
+        if sizes.device.type != "cpu":
+            self._sizes = torch.empty_like(sizes, device="cpu", pin_memory=True)
+            self._sizes.copy_(sizes, non_blocking=True)
+            self._copied = torch.Event(sizes.device)
+            self._copied.record(torch.accelerator.current_stream(sizes.device))
+
+    def on_host(self) -> list[list[int]]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._sizes.tolist()
 
 
 def _order_by_expert(got_SL: Tensor, *, num_rows: int) -> tuple[Tensor, Tensor]:

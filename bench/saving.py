@@ -49,7 +49,7 @@ from herder.train.verify_layouts import parse_layout, plan_layout
 
 MODELS = ("smollm2-135m", "qwen2.5-0.5b")
 STALL_AIM, WRITE_AIM = 0.10, 0.80
-SAVED_BY, LOADED_BY = "fsdp=2", "tp=2"
+SAVED_BY, LOADED_BY = "fsdp=2", "pp=2"
 _MIB = 1 << 20
 
 

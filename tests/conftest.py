@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from herder.data.cache import cache_folder
 from herder.data.packages import fetch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +34,20 @@ def _connect_to_this_machine_only(self: socket.socket, address: object) -> None:
 def no_network() -> None:
     """No connection leaves this machine: a test that tries one fails and says where it went."""
     socket.socket.connect = _connect_to_this_machine_only
+
+
+@pytest.fixture(scope="session")
+def fresh_cache() -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Gives a test a cache folder that is empty but for the C++ operators, built once for all."""
+    kernels = cache_folder() / "kernels"
+
+    def fresh_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        folder.mkdir()
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels)
+        patch.setenv("HERDER_CACHE", str(folder))
+
+    return fresh_cache
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ tests/data/first_version was written by the first commit that could train, 5064d
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,17 @@ RUN = "run"
 
 
 @pytest.fixture
-def first_version(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def first_version(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_cache: Callable[[Path, pytest.MonkeyPatch], None],
+) -> Path:
     """A folder with the run of the first version, its text and its tokenizer, to work in."""
     folder = tmp_path / "work"
     shutil.copytree(repository / "tests/data/first_version", folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("HERDER_CACHE", str(tmp_path / "cache"))
+    fresh_cache(tmp_path / "cache", monkeypatch)
     return folder
 
 

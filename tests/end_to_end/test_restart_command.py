@@ -149,8 +149,10 @@ def test_a_signal_ends_the_run_in_every_phase_with_what_was_done_saved(
     alone = ("cluster.gpus_per_node=1", "data.validation_fraction=0.9")
     text = recipe.with_name("text.txt")
     text.write_text("\n\n".join(f"sheep {n} at the gate of the wolf" for n in range(50_000)))
-    often = (f"checkpoint.every_steps={EVERY_STEPS}", f"evaluate.every_steps={EVERY_STEPS}")
-    with Training(recipe, *alone, *often, "evaluate.max_tokens=10000000") as training:
+    settings = [*alone, f"checkpoint.every_steps={EVERY_STEPS}"]
+    if phase == "evaluation":
+        settings += [f"evaluate.every_steps={EVERY_STEPS}", "evaluate.max_tokens=10000000"]
+    with Training(recipe, *settings) as training:
         if phase == "start":
             assert training.process.stderr.readline(), "the plan is shown before torch is loaded"
         elif phase == "step":

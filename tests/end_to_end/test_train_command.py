@@ -74,7 +74,11 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_json: str) -> Iterator[Runs]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    small_tokenizer_json: str,
+    fresh_cache: Callable[[Path, pytest.MonkeyPatch], None],
+) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("train")
     (folder / "tokenizer.json").write_text(small_tokenizer_json)
     chooser = random.Random(1)
@@ -119,7 +123,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_json: str) ->
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HERDER_CACHE", str(folder / "cache"))
+        fresh_cache(folder / "cache", patch)
         yield Runs(path)
 
 

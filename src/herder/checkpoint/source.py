@@ -181,6 +181,8 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         shards = index.get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise WeightsError(f"{folder / INDEX} has no weight_map.")
+        if wrong := [name for name, file in shards.items() if not isinstance(file, str)]:
+            raise WeightsError(f"{folder / INDEX}: weight_map names no file for {wrong[0]}.")
         return tuple(folder / name for name in sorted(set(shards.values())))
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled:
@@ -225,11 +227,13 @@ def _tokenizer_eos(folder: Path) -> list[int]:
     if not isinstance(text, str):
         return []
     decoder = config.get("added_tokens_decoder") or {}
-    ids = [int(index) for index, each in decoder.items() if each.get("content") == text]
-    if ids:
-        return ids
-    added = (_read_json(folder / "tokenizer.json") or {}).get("added_tokens") or []
-    return [each["id"] for each in added if each.get("content") == text]
+    backend = _read_json(folder / "tokenizer.json") or {}
+    try:
+        ids = [int(index) for index, each in decoder.items() if each["content"] == text]
+        added = backend.get("added_tokens") or []
+        return ids or [each["id"] for each in added if each["content"] == text]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{folder}: the tokenizer's added tokens cannot be read.") from None
 
 
 def _as_ids(value: Any) -> list[int]:

@@ -203,6 +203,17 @@ def test_an_index_without_a_map_is_refused(folder: Path) -> None:
     write(folder, "model.safetensors.index.json", {})
     with pytest.raises(WeightsError, match="has no weight_map"):
         resolve_model(str(folder))
+    write(folder, "model.safetensors.index.json", {"weight_map": {"lm_head.weight": 3}})
+    with pytest.raises(WeightsError, match=r"names no file for lm_head\.weight"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("decoder", [{"11": 3}, {"11": {}}, {"x": {"content": "</s>"}}, [3]])
+def test_added_tokens_that_are_damaged_are_told(folder: Path, decoder: Any) -> None:
+    settings = {"eos_token": "</s>", "added_tokens_decoder": decoder}
+    write(folder, "tokenizer_config.json", settings)
+    with pytest.raises(ModelError, match="added tokens cannot be read"):
+        resolve_model(str(folder))
 
 
 def test_resolving_imports_neither_torch_nor_numpy() -> None:

@@ -1,7 +1,7 @@
 """A safetensors file written tensor by tensor, so that no more than one is in memory for it.
 
 The library's writer wants all of them at once, which would be a second copy of what a rank holds.
-What is written is hashed on the way. Format: safetensors' README, "Format".
+What is written is hashed beside it. Format: safetensors' README, "Format".
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,13 +42,14 @@ def write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> F
     # from wide to narrow dtypes, so that each tensor is aligned
     items = sorted(items, key=lambda item: -_described(item).properties.dtype.itemsize)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
 
         def write(content: memoryview) -> None:
             for start in range(0, len(content), _BYTES_AT_ONCE):
                 part = content[start : start + _BYTES_AT_ONCE]
+                hashed = beside.submit(digest.update, part)
                 file.write(part)
-                digest.update(part)
+                hashed.result()
 
         write(memoryview(_header({item.index.fqn: _described(item) for item in items})))
         for item in items:

@@ -76,7 +76,7 @@ inline Floats codes_at(const uint32_t* words_L, int place) {
   constexpr uint32_t MASK = (1u << BITS) - 1;
   const Words words = load<Words>(words_L);
   const Words kept = place == 32 - BITS ? words >> place : words & (MASK << place);
-  return __builtin_convertvector(reinterpret_cast<const Signed&>(kept), Floats);
+  return __builtin_convertvector((Signed)kept, Floats);
 }
 
 template <int BITS>

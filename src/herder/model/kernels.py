@@ -15,7 +15,7 @@ from torch import Tensor
 
 FEW_ROWS = 8
 """Up to here a product is bound by reading the weights, which are half as wide in bf16."""
-FEW_QUANTIZED_ROWS = 32
+FEW_QUANTIZED_ROWS = 16
 """Up to here of a quantized weight: to put the matrix together costs as much as these."""
 SOURCES = tuple(map(Path(__file__).with_name, ("kernels.cpp", "quantized_kernels.cpp")))
 DTYPES = (torch.float32, torch.bfloat16)

@@ -17,7 +17,7 @@ from herder.model.kernels import DTYPES, Kernels
 
 _LANES = 8
 """Neighbours lie in as many neighbouring words, at the same place."""
-_NUMBERS_AT_ONCE = 1 << 20
+_NUMBERS_AT_ONCE = 1 << 18
 """Quantized at once: what is held beside the wide matrix and the packed one is a few times that."""
 
 

@@ -15,7 +15,7 @@ def perplexity_json(results: Mapping[str, PerplexityResult]) -> dict[str, Any]:
     """The first result under its fields' names, its score at the top; of the second, which is the
     same model's before it was quantized, the score, and the ratio of perplexities to it."""
     result, *others = results.values()
-    figures = asdict(result)
+    figures: dict[str, Any] = asdict(result)
     if others:
         wide = others[0].model
         figures |= {

@@ -8,6 +8,8 @@ Legend: R rows, I inputs, G groups of inputs that share a scale, S inputs of a g
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -27,13 +29,14 @@ class QuantizedWeight(nn.Parameter):
     Not trained. What is made of it by indexing or viewing is plain words.
     """
 
-    how: WeightQuantization
-    num_inputs: int
+    def __new__(cls, words: Tensor, how: WeightQuantization, num_inputs: int) -> Self:
+        del how, num_inputs
+        return super().__new__(cls, words, requires_grad=False)
 
-    def __new__(cls, words: Tensor, how: WeightQuantization, num_inputs: int) -> QuantizedWeight:
-        weight = super().__new__(cls, words, requires_grad=False)
-        weight.how, weight.num_inputs = how, num_inputs
-        return weight
+    def __init__(self, words: Tensor, how: WeightQuantization, num_inputs: int) -> None:
+        del words
+        self.how = how
+        self.num_inputs = num_inputs
 
     def part(self, index: int | slice) -> QuantizedWeight:
         """The matrix of one expert, or some rows of a matrix."""

@@ -11,12 +11,12 @@ from rich.console import Console
 from herder.cli.models import resolve, tokenizer_folder
 from herder.cli.overrides import architecture_option, overridden
 from herder.cli.quantization import quantization_options
-from herder.config.quantization import WeightQuantization, weight_quantization
-from herder.data.progress import progress
+from herder.config.quantization import weight_quantization
 from herder.data.tokenizer import check_vocabulary, load_tokenizer
 from herder.errors import ConfigError, close_match
-from herder.evaluate.model import Split, data_of, load_model, texts_of, window_tokens
-from herder.evaluate.perplexity import PerplexityResult, encode_for_scoring, evaluate_perplexity
+from herder.evaluate.formats import score_formats
+from herder.evaluate.model import Split, data_of, texts_of, window_tokens
+from herder.evaluate.perplexity import encode_for_scoring
 from herder.evaluate.tables import perplexity_json, perplexity_table
 
 TASKS = ("perplexity",)
@@ -70,15 +70,7 @@ def command(
     config = data_of(source).model_copy(update={k: v for k, v in chosen.items() if v is not None})
     texts = texts_of(config, split=split)
     documents = encode_for_scoring(tokenizer, texts, max_tokens=max_tokens)
-
-    def score(how: WeightQuantization | None) -> PerplexityResult:
-        decoder = load_model(source, precision=precision, quantization=how)
-        num_predictions = documents.num_tokens - documents.num_documents
-        with progress(f"evaluating {source.name} in {how or precision}", num_predictions) as show:
-            return evaluate_perplexity(decoder, documents, window_tokens=window, on_progress=show)
-
-    formats = [None] if how is None else [how, None]
-    results = {str(each or precision): score(each) for each in formats}
+    results = score_formats(source, documents, how, precision=precision, window_tokens=window)
     if as_json:
         settings = {"data": config.source, "split": split, "precision": precision}
         click.echo(json.dumps({"model": source.name, **settings, **perplexity_json(results)}))

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from herder.checkpoint.quantizing import is_quantized
 from herder.config.architecture import ArchitectureConfig
 from herder.config.catalog import debug_model_names, model_config_json
+from herder.config.quantization import WeightQuantization
 from herder.errors import PlanError
 from herder.families.registry import architecture_from_hf
-from herder.model.build import build_decoder
+from herder.model.build import build_decoder, initialize_weights, materialize
 from herder.model.decoder import Decoder
+from herder.model.quantized_weight import quantized
 from herder.parallel.apply import apply
 from herder.parallel.mesh import build_mesh
 from herder.parallel.recompute import apply_recompute
@@ -157,6 +160,19 @@ def test_recompute_and_compile_leave_every_module_as_it_is(
     assert plan.recompute == "full"
     applied(decoder, plan, compiled=True)
     assert touched(decoder, before, is_stage=True) == []
+
+
+def test_quantized_weights_leave_every_module_as_it_is() -> None:
+    decoder = build_decoder(small("moe-debug"))
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
+    before = look(decoder)
+    quantized_modules = [module for module in decoder.modules() if is_quantized(module)]
+    for module in quantized_modules:
+        weight = module.get_parameter("weight").detach()
+        setattr(module, "weight", quantized(weight, WeightQuantization("int4")))  # noqa: B010
+    assert quantized_modules
+    assert touched(decoder, before, is_stage=False) == []
 
 
 def own_forward(decoder: Decoder) -> None:

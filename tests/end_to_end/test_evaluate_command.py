@@ -71,6 +71,25 @@ def test_bf16_comes_near_fp32(
     assert rounded["loss"] != exact["loss"]
 
 
+def test_a_quantized_model_is_shown_beside_itself(
+    model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(model), "--data", str(corpus), "--max-tokens", "200", "--split", "all"]
+    wide = evaluated(capsys, *arguments, "--precision", "bf16")
+    found = evaluated(capsys, *arguments, "--quantization", "int4")
+    assert found["precision"] == "bf16"
+    assert found["quantization"] == "int4 in groups of 32"
+    assert found["unquantized"]["loss"] == wide["loss"] != found["loss"]
+    ratio = found["perplexity"] / wide["perplexity"]
+    assert found["perplexity_ratio"] == pytest.approx(ratio)
+    assert 0.9 < ratio < 1.1
+    coarse = ["--quantization", "int8", "--quantization-group-size", "128"]
+    assert run(["evaluate", *arguments, *coarse]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "int8 in groups of 128" in shown
+    assert "x the perplexity of bf16" in shown
+
+
 def test_shorter_pieces_know_less_of_what_came_before(
     model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +117,9 @@ def test_people_see_a_table_with_the_baselines(
         (["--max-tokens", "0"], "0 is not in the range"),
         (["--sequence-length", "129"], "exceeds the model's window of 128 tokens"),
         (["--data", "nowhere.txt"], "No corpus 'nowhere.txt'"),
+        (["--quantization", "int3"], "'int3' is not one of 'int8', 'int4'"),
+        (["--quantization-group-size", "64"], "give --quantization int8 or int4 too"),
+        (["--quantization", "int4", "--quantization-group-size", "48"], "48"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
@@ -142,3 +164,17 @@ def test_the_real_model_predicts_encyclopedia_text_far_better_than_word_counts(
     assert 10 < result["perplexity"] < 60
     assert result["bits_per_byte"] < 1.3
     assert result["perplexity"] < result["baselines"]["unigram"]["perplexity"]
+
+
+@pytest.mark.full
+@pytest.mark.package_data
+@pytest.mark.usefixtures("smollm2_gguf", "wikipedia_leads")
+@pytest.mark.parametrize(("name", "aim"), [("int8", 1.005), ("int4", 1.04)])
+def test_quantized_the_real_model_predicts_nearly_as_well(
+    name: str, aim: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = evaluated(
+        capsys, "smollm2-135m-instruct", "--max-tokens", "4096", "--quantization", name
+    )
+    assert result["num_tokens"] >= 4096
+    assert 1 / aim < result["perplexity_ratio"] < aim

@@ -50,6 +50,13 @@ def test_greedy_and_seeded_answers_repeat(generate) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_quantized_weights_answer_too(generate) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "12", "--quantization", "int8")
+    status, text, _ = generate(*arguments)
+    assert status == 0
+    assert text
+
+
 def test_a_chat_goes_through_the_template(generate) -> None:
     raw = json.loads(generate("--prompt", PROMPT, "--json")[1])
     chat = json.loads(generate("--prompt", PROMPT, "--chat", "--json")[1])
@@ -66,6 +73,7 @@ def test_a_chat_goes_through_the_template(generate) -> None:
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens"),
         (["--prompt", "a", "--max-tokens", "1000"], "the model's window of 256 tokens"),
         (["--prompt", "a " * 400], "800 tokens leave no room .* of 256 tokens"),
+        (["--prompt", "a", "--quantization-group-size", "64"], "give --quantization int8 or int4"),
         ([], "--prompt"),
     ],
 )

@@ -13,15 +13,24 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from herder.checkpoint.quantizing import is_quantized
 from herder.config.architecture import ArchitectureConfig, LayerSpec, MlpConfig
+from herder.config.quantization import WeightQuantization
+from herder.config.run import ClusterConfig
+from herder.families.registry import architecture_from_hf, families
+from herder.model.build import build_decoder, initialize_weights, materialize
+from herder.model.quantized_weight import quantized
 from herder.parallel.ranks import run_on_ranks
 from herder.parallel.shards import held_tensor
 from herder.parallel.sync import Sync
+from herder.plan.serving import plan_serving
 from herder.plan.training import TrainingPlan
+from herder.plan.weight_format import quantized_format
 from tests.tiny import MOE, micro_batch, plan_on_cpus, planned_trainer, tiny_model
 
 TOKENS = 16
@@ -51,6 +60,27 @@ MODEL = tiny_model(
     moe=MOE.model_copy(update=BIASED),
 )
 TIED = MODEL.model_copy(update={"tie_embeddings": True, "moe": None, "layers": (LayerSpec(),) * 2})
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize(
+    "how", [WeightQuantization("int4", 32), WeightQuantization("int8", 128)], ids=str
+)
+def test_quantized_weights_take_the_bytes_that_were_planned(
+    family: str, how: WeightQuantization
+) -> None:
+    architecture = architecture_from_hf(families()[family].tiny_config(), name=family)
+    decoder = build_decoder(architecture, dtype=torch.bfloat16)
+    materialize(decoder, device="cpu")
+    initialize_weights(decoder, seed=0)
+    for module in decoder.modules():
+        if is_quantized(module):
+            setattr(module, "weight", quantized(module.weight.detach(), how))  # noqa: B010
+    cluster = ClusterConfig(nodes=1, gpus_per_node=1, gpu="h100-80gb")
+    plan = plan_serving(architecture, cluster, given=quantized_format(how))
+    assert plan.weights_gb_per_gpu * 1e9 == pytest.approx(
+        storage_bytes(decoder.parameters()), rel=1e-9
+    )
 
 
 def plan_of(

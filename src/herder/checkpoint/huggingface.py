@@ -94,8 +94,8 @@ def load_weights(
 ) -> None:
     """Fills a decoder, tensor by tensor, in its own dtypes; what is on meta is replaced by real.
 
-    place(live, whole): for a decoder that is sharded, or a stage of one; each of its parameters is
-    put together on the host, handed over and forgotten.
+    place(live, whole): for a decoder that is sharded, or a stage of one, or that will have other
+    parameters; each is put together on the host, handed over and forgotten.
 
     Raises WeightsError (of a run CheckpointError) that lists everything missing, unknown, misshapen
     or of a dtype that cannot be read. Warns of what the source's notes say.
@@ -103,7 +103,7 @@ def load_weights(
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
     if source.weights == "run":
-        _load_run(decoder, source, device=device, is_part=place is not None)
+        _load_run(decoder, source, device=device, place=place)
         return
     stored = _stored(source)
     rules = family_named(source.family).weight_rules(decoder.config)
@@ -112,7 +112,10 @@ def load_weights(
         rules = gguf_rules(rules)
         num_heads = permuted_heads(read_gguf(source.files[0]), decoder.config)
     live = decoder.state_dict(keep_vars=True)
-    whole = live if place is None else build_decoder(decoder.config).state_dict(keep_vars=True)
+    whole = live
+    if place is not None:
+        dtype = next(decoder.layers.parameters()).dtype
+        whole = build_decoder(decoder.config, dtype=dtype).state_dict(keep_vars=True)
     wanted = _checked(whole, stored, rules, source.name)
     assembly = None if place is None else _Assembly(decoder, wanted, place)
     with torch.no_grad():
@@ -132,15 +135,28 @@ def load_weights(
 
 
 def _load_run(
-    decoder: Decoder, source: ModelSource, *, device: str | torch.device, is_part: bool
+    decoder: Decoder,
+    source: ModelSource,
+    *,
+    device: str | torch.device,
+    place: Callable[[Tensor, Tensor], None] | None,
 ) -> None:
-    """From a checkpoint, of which only what this process holds of the decoder is read."""
+    """From a checkpoint, of which only what this process holds of the decoder is read: into place,
+    or one whole tensor after the other where the decoder has no memory yet."""
     stored = read_metadata(source.files)
-    if any(parameter.is_meta for parameter in decoder.parameters()):
+    is_meta = any(parameter.is_meta for parameter in decoder.parameters())
+    if is_meta and place is None:
         materialize(decoder, device=device)
     live = _ours(decoder)
-    refuse_misfits(live, stored, where=source.name, is_part=is_part)
-    load_tensors(live, stored)
+    refuse_misfits(live, stored, where=source.name, is_part=place is not None and not is_meta)
+    if place is None or not is_meta:
+        load_tensors(live, stored)
+        return
+    for name, each in live.items():
+        whole = torch.empty_like(each, device="cpu")
+        load_tensors({name: whole}, stored)
+        place(each, whole)
+    tie(decoder)
 
 
 def _ours(decoder: Decoder) -> dict[str, Tensor]:

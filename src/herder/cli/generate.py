@@ -8,6 +8,8 @@ import click
 
 from herder.cli.models import resolve, tokenizer_folder
 from herder.cli.overrides import architecture_option, overridden
+from herder.cli.quantization import quantization_options
+from herder.config.quantization import GroupSize, QuantizationName, weight_quantization
 from herder.data.tokenizer import load_tokenizer
 from herder.engine.request import SamplingParams
 from herder.serve.load import DTYPES
@@ -36,6 +38,7 @@ from herder.serve.once import answer_once, prompt_request
     show_default=True,
     help="auto: bf16, but fp32 on GPUs without it.",
 )
+@quantization_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def command(
     model: str,
@@ -44,6 +47,8 @@ def command(
     *,
     as_chat: bool,
     precision: str,
+    quantization: QuantizationName | None,
+    quantization_group_size: GroupSize | None,
     as_json: bool,
     **sampling: object,
 ) -> None:
@@ -56,7 +61,9 @@ def command(
     def show(text: str) -> None:
         click.echo("" if as_json else text, nl=False)
 
-    report = answer_once(source, tokenizer, request, precision=precision, on_text=show)
+    how = weight_quantization(quantization, quantization_group_size)
+    precise = {"precision": precision, "quantization": how}
+    report = answer_once(source, tokenizer, request, **precise, on_text=show)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
         return

@@ -9,6 +9,7 @@ import click
 
 from herder.cli.models import resolve, tokenizer_folder
 from herder.cli.overrides import architecture_option, overridden
+from herder.cli.quantization import quantization_options
 from herder.config.run import ServeConfig
 from herder.serve.app import create_app
 from herder.serve.load import DTYPES, banner, load_service, window_tokens
@@ -40,6 +41,7 @@ _DEFAULTS = ServeConfig()
     show_default=True,
     help="Of weights, activations and cache. auto: bf16, but fp32 on GPUs without it.",
 )
+@quantization_options
 @click.option(
     "--max-queued-requests",
     type=click.IntRange(min=1),

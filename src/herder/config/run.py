@@ -18,6 +18,12 @@ from pydantic import (
     model_validator,
 )
 
+from herder.config.quantization import (
+    GroupSize,
+    QuantizationName,
+    WeightQuantization,
+    weight_quantization,
+)
 from herder.config.record import RECORD, WORD, WORD_OR_RECORD, Record
 
 
@@ -291,6 +297,21 @@ class ServeConfig(Record):
     """Longest prompt plus answer, in tokens. Absent: the model's window."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of weights, activations and cache. auto: bf16, but fp32 on GPUs without it."""
+    quantization: QuantizationName | None = None
+    """Of the layers' matrices, made as they are loaded; embedding, head and norms stay wide."""
+    quantization_group_size: GroupSize | None = None
+    """Inputs that share a scale. Absent: 32."""
+
+    @property
+    def weight_quantization(self) -> WeightQuantization | None:
+        """What the matrices are to be kept in."""
+        return weight_quantization(self.quantization, self.quantization_group_size)
+
+    @model_validator(mode="after")
+    def _groups_belong_to_quantization(self) -> ServeConfig:
+        if self.quantization is None and self.quantization_group_size is not None:
+            raise ValueError("quantization_group_size without quantization: give int8 or int4 too")
+        return self
 
 
 class RunConfig(Record):

@@ -12,7 +12,9 @@ import torch
 
 from herder.checkpoint.huggingface import load_decoder
 from herder.checkpoint.metadata import read_meta
+from herder.checkpoint.quantizing import load_quantized
 from herder.checkpoint.source import ModelSource
+from herder.config.quantization import WeightQuantization
 from herder.config.run import DataConfig
 from herder.data.sources import documents, is_held_out, open_source
 from herder.errors import ConfigError
@@ -22,11 +24,16 @@ Precision = Literal["fp32", "bf16"]
 Split = Literal["validation", "all"]
 
 
-def load_model(source: ModelSource, *, precision: Precision) -> Decoder:
-    """The model with its weights in `precision`, on the GPU where there is one."""
+def load_model(
+    source: ModelSource, *, precision: Precision, quantization: WeightQuantization | None = None
+) -> Decoder:
+    """The model with its weights in `precision`, or what can be quantized in `quantization`, on the
+    GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    return load_decoder(source, dtype=dtype, device=device).eval()
+    if quantization is None:
+        return load_decoder(source, dtype=dtype, device=device).eval()
+    return load_quantized(source, quantization, dtype=dtype, device=device).eval()
 
 
 def data_of(source: ModelSource) -> DataConfig:

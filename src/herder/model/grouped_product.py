@@ -17,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from herder.model.kernels import FEW_ROWS, Kernels
-from herder.model.linear import multiplies_bf16, product_dtype
+from herder.model.linear import multiplies_bf16, product, product_dtype
+from herder.model.quantized_weight import QuantizedWeight
 
 _GROUPED_BYTES = 16
 """The grouped kernel wants every stride to be a multiple of this."""
@@ -31,6 +32,8 @@ def grouped_product(
     counts_E: int64, how many rows each expert has; the first ones are expert 0's.
     """
     rows_RI = rows_RI.to(product_dtype(rows_RI))
+    if isinstance(weight_EOI, QuantizedWeight):
+        return _product_by_expert(rows_RI, counts_E, weight_EOI, bias_EO)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _operator(rows_RI, counts_E, weight_EOI, bias_EO)
     return _product(rows_RI, counts_E, weight_EOI, bias_EO)
@@ -41,13 +44,22 @@ def _product(
 ) -> Tensor:
     if _takes_grouped_kernel(rows_RI, weight_EOI):
         return _product_by_kernel(rows_RI, counts_E, weight_EOI, bias_EO)
+    return _product_by_expert(rows_RI, counts_E, weight_EOI, bias_EO)
+
+
+def _product_by_expert(
+    rows_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
     experts, sizes = _segments(counts_E, rows_RI.shape[0])
     outs = out_RO.split(sizes)
     outs[-1].zero_()
     for expert, x, out in zip(experts, rows_RI.split(sizes), outs, strict=False):
-        weight_OI = weight_EOI[expert]
         bias_O = None if bias_EO is None else bias_EO[expert]
+        if isinstance(weight_EOI, QuantizedWeight):
+            out.copy_(product(x, weight_EOI.part(expert), bias_O))
+            continue
+        weight_OI = weight_EOI[expert]
         if x.shape[0] <= FEW_ROWS and weight_OI.is_contiguous() and Kernels.take(x):
             out.copy_(Kernels.operators.few_rows_product(x, weight_OI, bias_O))
             continue

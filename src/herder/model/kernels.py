@@ -1,4 +1,4 @@
-"""The operators of kernels.cpp, where they were built and loaded: inference on CPU, faster.
+"""The operators of SOURCES, where they were built and loaded: inference on CPU, faster.
 
 torch's matrix-vector products read memory at about half the speed it has, and a token's small
 steps cost more to start than to compute. Each operator computes what the Python of its module
@@ -15,8 +15,10 @@ from torch import Tensor
 
 FEW_ROWS = 8
 """Up to here a product is bound by reading the weights, which are half as wide in bf16."""
-SOURCE = Path(__file__).with_name("kernels.cpp")
-_DTYPES = (torch.float32, torch.bfloat16)
+FEW_QUANTIZED_ROWS = 16
+"""Up to here of a quantized weight: to put the matrix together costs as much as these."""
+SOURCES = tuple(map(Path(__file__).with_name, ("kernels.cpp", "quantized_kernels.cpp")))
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Kernels:
@@ -26,7 +28,7 @@ class Kernels:
 
     @classmethod
     def load(cls, library: Path) -> None:
-        """Use `library`, built from SOURCE, from now on."""
+        """Use `library`, built from SOURCES, from now on."""
         if cls.operators is None:
             torch.ops.load_library(library)
             cls.operators = torch.ops.herder
@@ -37,7 +39,7 @@ class Kernels:
         return (
             cls.operators is not None
             and x.device.type == "cpu"
-            and x.dtype in _DTYPES
+            and x.dtype in DTYPES
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()

@@ -40,6 +40,8 @@ class Weight:
     """How many experts have one; expert parallelism divides them."""
     multiplies: bool = True
     """Whether a matrix is multiplied with each token it sees (an embedding is only looked up)."""
+    stays_wide: bool = False
+    """Whether a matrix of a layer is left out when a model is quantized as it is loaded."""
 
     @property
     def num_parameters(self) -> int:
@@ -146,7 +148,7 @@ def _latent_weights(attention: LatentAttention, hidden: int) -> Iterator[Weight]
     yield from _linear("attention", latent + rope, hidden, "none", bias=bias)
     yield Weight("norms", (latent,))
     expanded = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-    yield Weight("attention", (expanded, latent), "out")
+    yield Weight("attention", (expanded, latent), "out", stays_wide=True)
     yield from _linear("attention", hidden, heads * attention.v_head_dim, "in", bias=bias)
 
 

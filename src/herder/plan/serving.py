@@ -110,18 +110,20 @@ def plan_serving(
     tensor_parallel_size: int | None = None,
     utilization: float = DEFAULT_UTILIZATION,
     published: WeightFormat | None = None,
+    given: WeightFormat | None = None,
 ) -> ServingPlan:
     """The plan of serving one model.
 
     Without `tensor_parallel_size` the smallest legal degree at which weights and one sequence of
     `context_tokens` fit. published: how the model's files store its weights, where quantized.
+    given: the one format to plan with, in place of bf16, fp8 and the published one.
     Raises PlanError when the degree given is illegal, or when nothing fits, then with the smallest
     cluster that would do.
     """
     context = context_tokens or min(DEFAULT_CONTEXT_TOKENS, architecture.max_position_embeddings)
     sizes = ModelSizes(architecture)
     request = ServingRequest(
-        sizes, cluster, model, context, tensor_parallel_size, utilization, published
+        sizes, cluster, model, context, tensor_parallel_size, utilization, published, given
     )
     _check_degree(request)
     refused: list[Fit] = []

@@ -30,6 +30,8 @@ class ServingRequest:
     utilization: float
     published: WeightFormat | None = None
     """How the model's own files store its weights, where they are quantized."""
+    given: WeightFormat | None = None
+    """The one format of weights to plan with."""
 
     @property
     def gpu(self) -> GpuConfig:
@@ -47,6 +49,8 @@ class ServingRequest:
     @property
     def formats(self) -> list[tuple[WeightFormat, CacheDtype]]:
         """Of weights and cache, in the order of preference. Not every GPU has fp8 units."""
+        if self.given is not None:
+            return [(self.given, "bf16")]
         formats: list[tuple[WeightFormat, CacheDtype]] = [(BF16, "bf16")]
         if self.gpu.fp8_tflops:
             formats.append((FP8, "fp8"))

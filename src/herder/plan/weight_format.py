@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from herder.config.quantization import WORD_BITS, WeightQuantization
 from herder.errors import ConfigError, ModelError
 from herder.families.quantization import Precision, read_quantization
 from herder.families.weights import EXPERT, LAYER, WeightRules
@@ -15,6 +16,7 @@ CacheDtype = Literal["bf16", "fp8"]
 CACHE_BYTES: dict[CacheDtype, int] = {"bf16": 2, "fp8": 1}
 _SCALE_BYTES: dict[str, float] = {"mxfp4": 1, "fp8": 4}
 _OTHER_SCALE_BYTES = 2
+_ROUTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,32 @@ class WeightFormat:
     other_bytes: float
     """Of what `matrix_bytes` does not list, and of everything that is no matrix."""
     matrix_bytes: Mapping[Module, float] = field(default_factory=dict)
+    quantization: WeightQuantization | None = None
+    """Of layers' matrices, made when the model is loaded; then these are counted as they lie."""
 
     def bytes_of(self, weight: Weight) -> float:
         """Of one parameter of it."""
+        if self.quantization is not None:
+            return self._bytes_as_loaded(weight, self.quantization)
         listed = self.matrix_bytes if len(weight.shape) == 2 else {}
         return listed.get(weight.module, self.other_bytes)
+
+    def _bytes_as_loaded(self, weight: Weight, how: WeightQuantization) -> float:
+        if weight.module == "router":
+            return _ROUTER_BYTES
+        if len(weight.shape) != 2 or weight.stays_wide or weight.module in ("embedding", "head"):
+            return self.other_bytes
+        num_inputs = weight.shape[1]
+        return how.row_words(num_inputs) * WORD_BITS / 8 / num_inputs
 
 
 BF16 = WeightFormat("bf16", 2)
 FP8 = WeightFormat("fp8", 1)
+
+
+def quantized_format(how: WeightQuantization) -> WeightFormat:
+    """Of a model that is quantized as it is loaded, all else in bf16 but for routers in fp32."""
+    return WeightFormat(how.name, 2, quantization=how)
 
 
 def published_format(

@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 from herder.data.cache import build_once, cache_folder
 from herder.errors import ResourceError
-from herder.model.kernels import SOURCE, Kernels
+from herder.model.kernels import SOURCES, Kernels
 
 _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++")
@@ -35,7 +35,7 @@ def load_kernels() -> None:
     if compiler is None:
         _log.warning("no C++ compiler on the PATH: decoding on this CPU is slower than it could be")
         return
-    folder = cache_folder() / "kernels" / f"{SOURCE.stem}-{_identity(compiler)}"
+    folder = cache_folder() / "kernels" / f"kernels-{_identity(compiler)}"
     if not folder.exists():
         _log.warning("building kernels for this CPU, once: about 20 s")
     try:
@@ -49,7 +49,8 @@ def _identity(compiler: str) -> str:
     """Changes with all that a built library depends on: source, torch, processor, compiler."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")][:1]
-    parts = (SOURCE.read_text(), torch.__version__, platform.machine(), *flags, compiler, *_OPTIONS)
+    sources = (source.read_text() for source in SOURCES)
+    parts = (*sources, torch.__version__, platform.machine(), *flags, compiler, *_OPTIONS)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -57,7 +58,7 @@ def _build(compiler: str, folder: Path) -> None:
     places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = ["-ltorch_cpu", "-lc10"]
     output = folder / "kernels.so"
-    command = [compiler, *_OPTIONS, *places, str(SOURCE), "-o", str(output), *libraries]
+    command = [compiler, *_OPTIONS, *places, *map(str, SOURCES), "-o", str(output), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ResourceError(f"{compiler} could not build {SOURCE.name}: {done.stderr[-500:]}")
+        raise ResourceError(f"{compiler} could not build the kernels: {done.stderr[-500:]}")

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from herder.checkpoint.huggingface import load_decoder
+from herder.checkpoint.quantizing import load_quantized
 from herder.checkpoint.source import ModelSource
+from herder.config.quantization import WeightQuantization
 from herder.config.run import ServeConfig
 from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from herder.engine.engine import Engine
@@ -52,16 +54,26 @@ def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
 
 
 def load_runner(
-    source: ModelSource, tokenizer: Tokenizer, *, precision: str, window_tokens: int
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    *,
+    precision: str,
+    quantization: WeightQuantization | None = None,
+    window_tokens: int,
 ) -> Runner:
-    """Weights in `precision` on the default device, and a cache as long as the window.
+    """Weights in `precision`, of layers in `quantization` where it is given, on the default device,
+    and a cache as long as the window.
 
     Raises ResourceError where the cache finds no memory.
     """
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
     if default_device() == "cpu":
         load_kernels()
-    decoder = load_decoder(source, dtype=DTYPES[precision_of(precision)], device=default_device())
+    made = {"dtype": DTYPES[precision_of(precision)], "device": default_device()}
+    if quantization is None:
+        decoder = load_decoder(source, **made)
+    else:
+        decoder = load_quantized(source, quantization, **made)
     try:
         return Runner(
             decoder,
@@ -80,7 +92,13 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
     """Everything the endpoints need; the engine's thread runs when this returns."""
     tokenizer = load_tokenizer(tokenizer_folder)
     window = window_tokens(source, config.max_model_len)
-    runner = load_runner(source, tokenizer, precision=config.precision, window_tokens=window)
+    runner = load_runner(
+        source,
+        tokenizer,
+        precision=config.precision,
+        quantization=config.weight_quantization,
+        window_tokens=window,
+    )
     engine = Engine(runner, max_queued_requests=config.max_queued_requests)
     return Service(
         name=source.name,
@@ -106,9 +124,11 @@ def banner(service: Service, config: ServeConfig, url: str) -> str:
     """What is said once requests are welcome."""
     limits = service.engine.limits
     recommended = ", ".join(f"{name} {value}" for name, value in service.defaults.items())
+    how = config.weight_quantization
+    weights = "" if how is None else f", weights {how}"
     lines = [
         f"{service.name} is served at {url}",
-        f"  precision {precision_of(config.precision)} on {default_device()}, "
+        f"  precision {precision_of(config.precision)}{weights} on {default_device()}, "
         f"window {limits.window_tokens:,} tokens, "
         f"key-value cache {format_gb(service.cache_bytes)}",
         f"  sampling unless a request says otherwise: {recommended or 'temperature 1'}",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from herder.checkpoint.source import ModelSource
+from herder.config.quantization import WeightQuantization
 from herder.data.tokenizer import Tokenizer
 from herder.engine.request import (
     Event,
@@ -38,6 +39,7 @@ def answer_once(
     request: Request,
     *,
     precision: str,
+    quantization: WeightQuantization | None,
     on_text: Callable[[str], None],
 ) -> dict[str, Any]:
     """Load the model, answer and let go of it: what `herder generate --json` prints.
@@ -48,7 +50,8 @@ def answer_once(
     limits = Limits(window_tokens(source, None), source.architecture.vocab_size)
     check_request(request, limits)
     needed = len(request.prompt_ids) + limits.longest_answer(request)
-    runner = load_runner(source, tokenizer, precision=precision, window_tokens=needed)
+    made = {"precision": precision, "quantization": quantization, "window_tokens": needed}
+    runner = load_runner(source, tokenizer, **made)
     text, token_seconds = "", []
     for event in _events(runner, request):
         if isinstance(event, TokenMade):

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from herder.config.catalog import model_config_json
+from herder.config.quantization import WeightQuantization
 from herder.families.registry import architecture_from_hf, family_of
 from herder.plan.parameters import Weight
-from herder.plan.weight_format import WeightFormat, published_format
+from herder.plan.weight_format import WeightFormat, published_format, quantized_format
 
 
 def format_of(config: dict[str, Any]) -> WeightFormat | None:
@@ -63,3 +64,12 @@ def test_biases_and_norms_take_what_the_rest_does() -> None:
     assert mxfp4.bytes_of(Weight("experts", (8, 4), copies=2)) == 0.5
     assert mxfp4.bytes_of(Weight("experts", (8,), copies=2)) == 2
     assert mxfp4.bytes_of(Weight("attention", (8, 4))) == 2
+
+
+def test_quantized_as_loaded_a_matrix_is_counted_as_it_lies() -> None:
+    found = quantized_format(WeightQuantization("int4", 64))
+    assert found.bytes_of(Weight("attention", (8, 96))) * 96 == 128 / 2 + 2 * 4
+    assert found.bytes_of(Weight("attention", (8,))) == 2
+    assert found.bytes_of(Weight("embedding", (8, 96))) == found.bytes_of(Weight("head", (8, 96)))
+    assert found.bytes_of(Weight("router", (8, 96))) == 4
+    assert found.bytes_of(Weight("attention", (8, 96), stays_wide=True)) == 2

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from herder.config.architecture import NormConfig
+from herder.config.quantization import QUANTIZATIONS, WeightQuantization
 from herder.model.attention_spec import AttentionSpec
 from herder.model.cache import attend_cached
-from herder.model.kernels import FEW_ROWS, Kernels
-from herder.model.linear import Linear
+from herder.model.kernels import FEW_QUANTIZED_ROWS, FEW_ROWS, Kernels
+from herder.model.linear import Linear, product
 from herder.model.mlp import gated
 from herder.model.norm import RmsNorm
+from herder.model.quantized_weight import quantized
 from herder.model.rope import RotaryTables, rotate
 from herder.serve.kernels import load_kernels
 
@@ -52,6 +54,26 @@ def test_products_of_few_rows_and_of_many(both, dtype, rows, has_bias):
     layer = Linear(70, 37, axes=("heads", "embed"), bias=has_bias, device="cpu", dtype=dtype)
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
     both(lambda: layer(numbers(rows, 70, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize(("num_inputs", "size"), [(70, 32), (96, 64), (200, 128), (160, 32)])
+@pytest.mark.parametrize("rows", [1, 2, 7, FEW_QUANTIZED_ROWS, FEW_QUANTIZED_ROWS + 1])
+def test_products_with_quantized_weights(both, dtype, name, num_inputs, size, rows):
+    matrix = numbers(37, num_inputs, dtype=torch.float32, seed=1)
+    weight = quantized(matrix, WeightQuantization(name, size))
+    bias = numbers(37, dtype=dtype, seed=2) if rows == 2 else None
+    # Codes of 8 bits are summed before what all of a group have in common is taken off.
+    both(lambda: product(numbers(rows, num_inputs, dtype=dtype) / 16, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("num_inputs", [33, 70, 128])
+def test_quantized_matrices_put_together(both, dtype, name, num_inputs):
+    experts = quantized(numbers(3, 5, num_inputs, dtype=dtype), WeightQuantization(name, 32))
+    both(lambda: experts.wide(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,6 +137,9 @@ def test_shapes_that_do_not_fit_are_refused():
     load_kernels()
     with torch.no_grad(), pytest.raises(RuntimeError, match="do not multiply"):
         Kernels.operators.few_rows_product(torch.ones(1, 3), torch.ones(2, 4), None)
+    words = quantized(torch.ones(2, 64), WeightQuantization("int4", 32)).data
+    with torch.no_grad(), pytest.raises(RuntimeError, match="has 19 words a row, not 10"):
+        Kernels.operators.quantized_product(torch.ones(1, 70), words[:, :10], None, 4, 32)
 
 
 def test_gradients_and_autocast_are_left_to_torch():

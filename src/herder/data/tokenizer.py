@@ -76,6 +76,10 @@ class Tokenizer:
         content = f"{self.end_token_id} {self._backend.to_str()}"
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """A tokenizer.json with the control tokens that other files name."""
+        return self._backend.to_str()
+
     @cached_property
     def _text_backend(self) -> Backend:
         """The same tokenizer, blind to control tokens: a switch that is not for two threads."""

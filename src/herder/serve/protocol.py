@@ -103,6 +103,38 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, _unless(False)] = None
 
 
+class JsonSchema(Body):
+    """A named schema; its subset of the language is llguidance's."""
+
+    name: str
+    description: str | None = None
+    given: dict[str, Json] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    strict: bool = True
+    """Answers follow the schema in any case."""
+
+
+class ResponseFormat(Body):
+    """Which texts an answer may be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_read(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "json_schema", "type json_schema needs the key json_schema, and no other type does"
+            )
+        return self
+
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The schema that an answer follows; None: it is free."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.given
+
+
 class AnswerBody(SamplingFields, Body):
     """What both kinds of completion share."""
 
@@ -112,7 +144,7 @@ class AnswerBody(SamplingFields, Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
-    response_format: Annotated[Any, _unless({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
     tools: NoItems = None
     tool_choice: Annotated[Any, _unless("none")] = None
 
@@ -123,9 +155,13 @@ class AnswerBody(SamplingFields, Body):
     safety_identifier: Json = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream_only(self) -> AnswerBody:
+    def _options_agree(self) -> AnswerBody:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "needs stream: true")
+        if self.ignore_eos and self.response_format and self.response_format.schema_of_text:
+            raise PydanticCustomError(
+                "ignore_eos", "JSON has an end, which response_format keeps; leave one of them out"
+            )
         return self
 
     @property

@@ -15,6 +15,7 @@ from herder.engine.engine import Engine
 from herder.engine.request import Request, SamplingFields, SamplingParams
 from herder.errors import RequestError
 from herder.serve.errors import ApiError
+from herder.serve.grammar import Constraint, Grammars
 from herder.serve.metrics import ServingMetrics
 from herder.serve.protocol import MAX_CHOICES, AnswerBody, Message
 
@@ -31,6 +32,7 @@ class Service:
     defaults: Mapping[str, Any]
     """Sampling fields that the model's authors recommend, where a request leaves them out."""
     metrics: ServingMetrics
+    grammars: Grammars
     cache_bytes: int
     """Of the KV cache, allocated."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -57,11 +59,13 @@ class Service:
         prompts: Sequence[Sequence[int]],
         *,
         continues_prompt: bool,
+        constraint: Constraint | None = None,
         **others: Any,
     ) -> list[Request]:
         """One request a choice, a prompt's choices side by side; each has a seed of its own.
 
         `continues_prompt`: the text goes on where the prompt's ends, its first space included.
+        `constraint`: what each answer follows instead of the body's response_format.
         `others`: sampling parameters whose form differs between bodies.
         """
         num_all = len(prompts) * body.n
@@ -73,11 +77,15 @@ class Service:
                 parameter="n",
             )
         params = self._sampling_params(body, others)
+        schema = None if body.response_format is None else body.response_format.schema_of_text
+        if constraint is None and schema is not None:
+            constraint = self.grammars.of_schema(schema)
         return [
             Request(
                 ids,
                 _with_seed_of(params, choice),
                 self.tokenizer.detokenizer(context=ids if continues_prompt else ()),
+                None if constraint is None else constraint.copy(),
             )
             for ids in prompts
             for choice in range(body.n)

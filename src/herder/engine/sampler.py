@@ -189,7 +189,9 @@ class TokenSampler:
         bits = np.frombuffer(constraint.allowed(), dtype=np.uint8)
         flags = np.unpackbits(bits, count=self._num_tokens, bitorder="little").astype(bool)
         if not flags.any():
-            raise RequestError("no token of this model goes on with the grammar that it must follow")
+            raise RequestError(
+                "no token of this model goes on with the grammar that it must follow"
+            )
         if hides_ends:
             unended = flags.copy()
             unended[self._ends_on_host] = False

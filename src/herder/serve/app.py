@@ -19,14 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from herder.engine.request import check_ids
 from herder.errors import HerderError
+from herder.serve.body import Body
 from herder.serve.completions import (
     ChatFormat,
     CompletionFormat,
+    ToolChatFormat,
     chat_requests,
     completion_requests,
 )
 from herder.serve.errors import ApiError, api_error, bad_body
-from herder.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from herder.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from herder.serve.reply import Reply
 from herder.serve.server import Host
 from herder.serve.service import Service
@@ -99,7 +101,10 @@ async def chat_completions(body: ChatBody, request: Request, service: OneService
     """Answer a chat."""
     service.check_model(body.model)
     requests = await run_in_threadpool(chat_requests, service, body)
-    form = ChatFormat(service.tokenizer, wants_logprobs=body.logprobs)
+    if body.usable_tools:
+        form = ToolChatFormat(service.tokenizer, body)
+    else:
+        form = ChatFormat(service.tokenizer, wants_logprobs=body.logprobs)
     return await Reply(service, body, requests, form).respond(request)
 
 
@@ -137,7 +142,7 @@ async def tokenize(body: TokenizeBody, service: OneService) -> dict[str, Any]:
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return service.chat_ids(body.messages, body.chat_template_kwargs)
+        return service.chat_ids(body.messages, body.chat_template_kwargs, body.tools)
     return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
 

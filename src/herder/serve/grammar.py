@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
@@ -87,11 +87,12 @@ class Grammars:
     def _compiled(self, parameter: str, build: Callable[[], str]) -> Constraint:
         if not self._end_ids:
             raise _refusal(parameter, "the model has no end of text, which has to end it")
+        future: Future[LLMatcher] | None = None
         try:
             future = self._threads.submit(_matcher, self._tokenizer(), build)
             return Constraint(future.result(COMPILE_SECONDS), self._end_ids, parameter)
         except TimeoutError:
-            if future.cancel():
+            if future is not None and future.cancel():
                 raise OverloadedError("other grammars are still being compiled") from None
             why = f"compiling it takes longer than {COMPILE_SECONDS:g} s; make it smaller"
             raise _refusal(parameter, why) from None

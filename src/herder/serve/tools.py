@@ -23,7 +23,10 @@ from herder.serve.messages import Tool
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
-_SPACE = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}}
+_SPACE = {
+    "x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+}
+"""As chat templates write JSON, so that models have seen it."""
 
 
 @dataclass(frozen=True)

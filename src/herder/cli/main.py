@@ -36,7 +36,8 @@ QUESTIONS: dict[str, dict[str, str]] = {
         "generate": "Continue one prompt, here and now.",
     },
     "How do I serve it?": {
-        "serve": "An OpenAI-compatible HTTP server.",
+        "serve": "An OpenAI-compatible HTTP server, with a page to chat.",
+        "loadtest": "Time to the first token and tokens a second of any such server.",
     },
     "What happened?": {
         "report": "Where a run stands, how it ended, and which rank a hang is due to.",

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, NoReturn, cast
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,7 +42,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 @lru_cache
-def _compile(source: str) -> Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -50,7 +50,21 @@ def _compile(source: str) -> Template:
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     names = cast("dict[str, Any]", environment.globals)
     names |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(source)
+    return environment
+
+
+@lru_cache
+def _compile(source: str) -> Template:
+    return _environment().from_string(source)
+
+
+@lru_cache
+def template_reads(source: str, variable: str) -> bool:
+    """Whether a template has a use for a variable; one that does not parse has none."""
+    try:
+        return variable in meta.find_undeclared_variables(_environment().parse(source))
+    except TemplateSyntaxError:
+        return False
 
 
 def render_template(source: str, variables: Mapping[str, Any]) -> str:

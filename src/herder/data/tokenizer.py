@@ -76,6 +76,10 @@ class Tokenizer:
         content = f"{self.end_token_id} {self._backend.to_str()}"
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """A tokenizer.json with the control tokens that other files name."""
+        return self._backend.to_str()
+
     @cached_property
     def _text_backend(self) -> Backend:
         """The same tokenizer, blind to control tokens: a switch that is not for two threads."""
@@ -118,11 +122,21 @@ class Tokenizer:
         """The text of `ids`; ids that no token has (a padded vocabulary) have no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
-        """A streaming decoder of one answer that follows `context`, the prompt's ids."""
-        held = self._byte_token_ids | self.special_token_ids
+    def detokenizer(
+        self, *, context: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A streaming decoder of one answer that follows `context`, the prompt's ids.
+
+        `shown`: control tokens that have a text here.
+        """
+        hidden = self.special_token_ids - shown
+        held = self._byte_token_ids | hidden
+
+        def decode_shown(ids: Sequence[int]) -> str:
+            return self.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+
         return Detokenizer(
-            self.decode,
+            decode_shown if shown else self.decode,
             ends_no_text=lambda i: i in held or self._backend.id_to_token(i) is None,
             context=context,
         )
@@ -141,28 +155,39 @@ class Tokenizer:
         """Whether the model's files say how a chat is written."""
         return bool(self._chat_templates)
 
+    def chat_template(self, *, has_tools: bool) -> str | None:
+        """The source that writes a chat with or without tools; None where the model has none."""
+        preferred = ["tool_use", "default"] if has_tools else ["default"]
+        names = [*preferred, *self._chat_templates]
+        return next((self._chat_templates[n] for n in names if n in self._chat_templates), None)
+
+    def control_token_id(self, text: str) -> int | None:
+        """The id of the control token that is written so; None where there is none."""
+        return self._special.get(text)
+
     def render_chat(self, messages: Messages, **variables: Any) -> str:
         """The chat as the model reads it.
 
         `variables` go to the template: tools, add_generation_prompt (True unless given) and its
         own. Raises DataError where there is no template, or it rejects the messages.
         """
-        if not self._chat_templates:
+        template = self.chat_template(has_tools=bool(variables.get("tools")))
+        if template is None:
             raise DataError(
                 f"{self._place} has no chat template. Use plain completion instead of chat, or put "
                 "a chat_template.jinja beside its tokenizer."
             )
-        preferred = ["tool_use", "default"] if variables.get("tools") else ["default"]
-        name = next(n for n in [*preferred, *self._chat_templates] if n in self._chat_templates)
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         given = {**defaults, **self.special_tokens, **variables, "messages": list(messages)}
-        return render_template(self._chat_templates[name], given)
+        return render_template(template, given)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of `render_chat`. Only the template writes control tokens: what looks like one in
-        a message is text. Beginning of text is the template's to write, and is there at most once.
+        a message or a variable is text. Beginning of text is the template's to write, and is there
+        at most once.
         """
-        rendered = self.render_chat([self._escape(each) for each in messages], **variables)
+        escaped = [self._escape(each) for each in messages]
+        rendered = self.render_chat(escaped, **self._escape(variables))
         if _OPEN not in rendered:
             return self.encode(rendered, add_special_tokens=False)
         # Control tokens cut a text into parts that are encoded by themselves.

@@ -129,6 +129,18 @@ class TextDecoder(Protocol):
         ...
 
 
+class TokenConstraint(Protocol):
+    """Which tokens one answer may consist of, such as a grammar that it follows."""
+
+    def allowed(self) -> bytes:
+        """One bit a token for the next one, the first token in the lowest bit of the first byte."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on past a token that was allowed; whether it is the end, which has no text."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to answer. Without a decoder events carry no text and stop strings are refused."""
@@ -136,6 +148,8 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     decoder: TextDecoder | None = None
+    constraint: TokenConstraint | None = None
+    """Its end is the answer's, whatever min_tokens says. Of this answer alone, as the decoder."""
 
 
 @dataclass(frozen=True, slots=True)

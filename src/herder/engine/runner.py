@@ -58,7 +58,7 @@ class Sequence:
         self.next_id = token_id
         self.num_made += 1
         may_stop = self.num_made > params.min_tokens
-        is_end = may_stop and token_id in self._end_ids
+        is_end = self.sampler.is_over or (may_stop and token_id in self._end_ids)
         # An end token is counted and its text left out, unless the request asks for it.
         asked_for = params.include_stop_str_in_output and token_id in params.stop_token_ids
         text = ""
@@ -132,6 +132,7 @@ class Runner:
             num_tokens=self._num_named_tokens,
             end_ids=sorted(end_ids),
             device=self.device,
+            constraint=request.constraint,
         )
         longest = self.limits.longest_answer(request)
         return Sequence(request, sampler, end_ids=end_ids, longest=longest)

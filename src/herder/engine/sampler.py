@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from herder.engine.request import Logprob, SamplingParams, TokenLogprobs
-from herder.errors import ModelError
+from herder.engine.request import Logprob, SamplingParams, TokenConstraint, TokenLogprobs
+from herder.errors import ModelError, RequestError
 
 GREEDY_TEMPERATURE = 1e-3
 """Below it the likeliest token is taken: logits 0.02 apart are already e^20 apart in odds."""
@@ -110,14 +111,19 @@ class TokenSampler:
         num_tokens: int,
         end_ids: Sequence[int],
         device: torch.device,
+        constraint: TokenConstraint | None = None,
     ) -> None:
-        """`end_ids` are the tokens that would end the answer: hidden for params.min_tokens."""
+        """`end_ids` are the tokens that would end the answer: hidden for params.min_tokens, unless
+        `constraint` allows nothing else."""
 
         def named(token_ids: Iterable[int]) -> Tensor:
             inside = [token_id for token_id in token_ids if token_id < num_tokens]
             return torch.tensor(inside, dtype=torch.int64, device=device)
 
         self._params = params
+        self._constraint = constraint
+        self.is_over = False
+        """Whether the token chosen last is the constraint's end."""
         self._num_tokens = num_tokens
         self._num_made = 0
         self._generator = torch.Generator(device)
@@ -126,6 +132,7 @@ class TokenSampler:
         else:
             self._generator.manual_seed(params.seed)
         self._ends_E = named(end_ids)
+        self._ends_on_host = self._ends_E.tolist()
         self._bias_V: Tensor | None = None
         if params.logit_bias:
             self._bias_V = torch.zeros(num_tokens, device=device)
@@ -139,7 +146,10 @@ class TokenSampler:
         self._seen_V[named(prompt_ids)] = True
 
     def choose(self, logits_W: Tensor) -> int:
-        """The next token. `logits_W` is fp32. Raises ModelError where none can be drawn."""
+        """The next token. `logits_W` is fp32.
+
+        Raises ModelError where none can be drawn, RequestError where the constraint allows none.
+        """
         logits_V = self._shaped(logits_W[: self._num_tokens])
         peak, chosen = logits_V.max(0)
         if self._params.temperature >= GREEDY_TEMPERATURE:
@@ -152,20 +162,41 @@ class TokenSampler:
                 "their products overflow in this precision: fp16 has the narrowest range."
             )
         self._num_made += 1
+        if self._constraint is not None:
+            self.is_over = self._constraint.accept(int(token))
         if self._is_penalized:
             self._counts_V[int(token)] += 1
             self._seen_V[int(token)] = True
         return int(token)
 
     def _shaped(self, logits_V: Tensor) -> Tensor:
-        """Penalties, then bias, then the ends that may not come yet."""
+        """Penalties, then bias, then what may not come, or not yet."""
         if self._is_penalized:
             logits_V = penalized(logits_V, self._params, self._counts_V, self._seen_V)
         if self._bias_V is not None:
             logits_V = logits_V + self._bias_V
-        if self._num_made < self._params.min_tokens and len(self._ends_E):
-            logits_V = logits_V.index_fill(0, self._ends_E, -math.inf)
-        return logits_V
+        hides_ends = self._num_made < self._params.min_tokens and len(self._ends_E) > 0
+        if self._constraint is not None:
+            allowed_V = self._allowed(self._constraint, hides_ends=hides_ends)
+            return logits_V.masked_fill(~allowed_V, -math.inf)
+        return logits_V.index_fill(0, self._ends_E, -math.inf) if hides_ends else logits_V
+
+    def _allowed(self, constraint: TokenConstraint, *, hides_ends: bool) -> Tensor:
+        """What the constraint allows, at least one token: its end wins over min_tokens.
+
+        Made on the host, where nothing waits for the device.
+        """
+        bits = np.frombuffer(constraint.allowed(), dtype=np.uint8)
+        flags = np.unpackbits(bits, count=self._num_tokens, bitorder="little").astype(bool)
+        if not flags.any():
+            raise RequestError(
+                "no token of this model goes on with the grammar that it must follow"
+            )
+        if hides_ends:
+            unended = flags.copy()
+            unended[self._ends_on_host] = False
+            flags = unended if unended.any() else flags
+        return torch.from_numpy(flags).to(self._ends_E.device)
 
     def _drawn(self, logits_V: Tensor) -> Tensor:
         params = self._params

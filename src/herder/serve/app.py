@@ -6,7 +6,9 @@ tokens in threads, so that a long prompt delays no probe.
 
 from __future__ import annotations
 
+from hmac import compare_digest
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -18,15 +20,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from herder.engine.request import check_ids
-from herder.errors import HerderError
+from herder.errors import ConfigError, HerderError
+from herder.serve.body import Body
 from herder.serve.completions import (
     ChatFormat,
     CompletionFormat,
+    ToolChatFormat,
     chat_requests,
     completion_requests,
 )
 from herder.serve.errors import ApiError, api_error, bad_body
-from herder.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from herder.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from herder.serve.reply import Reply
 from herder.serve.server import Host
 from herder.serve.service import Service
@@ -38,18 +42,56 @@ _BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+_OPEN_PATHS = {"/", "/health", "/ready", "/metrics"}
+"""What probes and scrapers read, and the page, which asks for the key itself."""
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'",
+    "cache-control": "no-cache",
+}
 _router = APIRouter()
 
 
-def create_app(host: Host, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The application that serves what `host` loads."""
+def create_app(
+    host: Host, *, max_body_bytes: int = MAX_BODY_BYTES, api_key: str | None = None
+) -> FastAPI:
+    """The application that serves what `host` loads, to those who know `api_key` if there is one.
+
+    Raises ConfigError for a key that no header can carry.
+    """
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
+        raise ConfigError("--api-key: must be printable ASCII, and at least one character")
     app = FastAPI(title="herder", version=version("herder"), docs_url=None, redoc_url=None)
     app.state.host = host
     app.include_router(_router)
     app.add_middleware(_BodyLimit, max_bytes=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(_Key, key=api_key)
     for kind in (RequestValidationError, HTTPException, ApiError, HerderError, Exception):
         app.add_exception_handler(kind, _failed)
     return app
+
+
+class _Key:
+    """ASGI middleware: who does not send the key gets 401, before any of the body is read."""
+
+    def __init__(self, app: ASGIApp, *, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if scope["path"] in _OPEN_PATHS or compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        else:
+            refusal = ApiError(
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await refusal.response()(scope, receive, send)
 
 
 class _BodyLimit:
@@ -99,7 +141,10 @@ async def chat_completions(body: ChatBody, request: Request, service: OneService
     """Answer a chat."""
     service.check_model(body.model)
     requests = await run_in_threadpool(chat_requests, service, body)
-    form = ChatFormat(service.tokenizer, wants_logprobs=body.logprobs)
+    if body.usable_tools:
+        form = ToolChatFormat(service.tokenizer, body)
+    else:
+        form = ChatFormat(service.tokenizer, wants_logprobs=body.logprobs)
     return await Reply(service, body, requests, form).respond(request)
 
 
@@ -137,7 +182,7 @@ async def tokenize(body: TokenizeBody, service: OneService) -> dict[str, Any]:
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return service.chat_ids(body.messages, body.chat_template_kwargs)
+        return service.chat_ids(body.messages, body.chat_template_kwargs, body.tools)
     return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
 
@@ -147,6 +192,12 @@ async def detokenize(body: DetokenizeBody, service: OneService) -> dict[str, Any
     service.check_model(body.model)
     check_ids(body.tokens, service.engine.limits, parameter="tokens")
     return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+@_router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """A chat box for people; it speaks to the same endpoints as everybody."""
+    return Response(_PAGE, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
 
 @_router.get("/health")

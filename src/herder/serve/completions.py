@@ -25,6 +25,7 @@ from herder.engine.request import (
 from herder.errors import RequestError
 from herder.serve.protocol import ChatBody, CompletionBody
 from herder.serve.service import Service
+from herder.serve.tools import CallReader, form_of, shown_marks
 
 Entry = dict[str, Any]
 """What a choice gains: an item of a chunk's `choices`, with its text as `text`."""
@@ -32,11 +33,21 @@ Entry = dict[str, Any]
 
 def chat_requests(service: Service, body: ChatBody) -> list[Request]:
     """What the engine is asked for. Raises RequestError or DataError for what cannot be done."""
-    given = body.max_completion_tokens
+    given, tokenizer = body.max_completion_tokens, service.tokenizer
+    constraint, shown = None, frozenset[int]()
+    if body.usable_tools:
+        form = form_of(tokenizer)
+        shown = shown_marks(tokenizer, form)
+        only_one = body.parallel_tool_calls is False
+        if body.forced_tools:
+            lark = form.lark(tokenizer, body.forced_tools, only_one=only_one)
+            constraint = service.grammars.of_calls(lark)
     requests = service.requests(
         body,
-        [service.chat_ids(body.messages, body.chat_template_kwargs)],
+        [service.chat_ids(body.messages, body.chat_template_kwargs, body.usable_tools)],
         continues_prompt=False,
+        constraint=constraint,
+        shown=shown,
         max_tokens=body.max_tokens if given is None else given,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -140,9 +151,11 @@ class ChatFormat(Format):
         """Role and text in an object of their own."""
         rest = dict(entry)
         text, role = rest.pop("text"), rest.pop("role", None)
+        calls = {"tool_calls": given} if (given := rest.pop("tool_calls", None)) else {}
         if role or name == "message":
-            return {**rest, name: {"role": "assistant", "content": text}}
-        return {**rest, name: {"content": text} if text else {}}
+            content = None if calls and not text else text
+            return {**rest, name: {"role": "assistant", "content": content, **calls}}
+        return {**rest, name: {**({"content": text} if text else {}), **calls}}
 
     def logprobs(self, index: int, scored: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
         """One object a token."""
@@ -163,6 +176,42 @@ class ChatFormat(Format):
             "logprob": logprob.logprob,
             "bytes": list(name.encode()) if known else None,
         }
+
+
+class ToolChatFormat(ChatFormat):
+    """A chat whose answers may call tools: calls are taken out of the text."""
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatBody) -> None:
+        super().__init__(tokenizer, wants_logprobs=body.logprobs)
+        form, names = form_of(tokenizer), [tool.function.name for tool in body.usable_tools]
+        self._readers = [CallReader(form, names) for _ in range(body.n)]
+
+    def entries(self, index: int, event: Event) -> Iterator[Entry]:
+        """As for any chat, with calls in entries' `tool_calls`; a last one tells of them."""
+        reader = self._readers[index]
+        for entry in super().entries(index, event):
+            if entry["finish_reason"] is None:
+                text, calls = reader.add(entry["text"])
+                if text or calls or entry["logprobs"] or "role" in entry:
+                    yield {**entry, "text": text, "tool_calls": calls}
+                continue
+            text, calls = reader.finish()
+            if text or calls:
+                yield {**self._entry(index, text), "tool_calls": calls}
+            calls_tools = entry["finish_reason"] == "stop" and reader.num_calls
+            yield {**entry, "finish_reason": "tool_calls"} if calls_tools else entry
+
+    def choice(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """One whole choice; each call is joined from its parts."""
+        calls: list[dict[str, Any]] = []
+        for delta in (delta for entry in entries for delta in entry.get("tool_calls", ())):
+            if delta["index"] == len(calls):
+                calls.append({key: value for key, value in delta.items() if key != "index"})
+            else:
+                function = calls[delta["index"]]["function"]
+                arguments = function["arguments"] + delta["function"]["arguments"]
+                calls[delta["index"]]["function"] = {**function, "arguments": arguments}
+        return super().choice([*entries[:-1], {**entries[-1], "tool_calls": calls}])
 
 
 class _Places:

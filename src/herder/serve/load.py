@@ -17,6 +17,7 @@ from herder.engine.engine import Engine
 from herder.engine.request import SamplingFields, SamplingParams
 from herder.engine.runner import Runner
 from herder.errors import ConfigError, ResourceError
+from herder.serve.grammar import Grammars
 from herder.serve.kernels import load_kernels
 from herder.serve.metrics import ServingMetrics
 from herder.serve.service import Service
@@ -106,6 +107,11 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
         engine=engine,
         defaults=sampling_defaults(source),
         metrics=ServingMetrics(engine, source.name),
+        grammars=Grammars(
+            tokenizer,
+            end_ids=runner.eos_token_ids,
+            vocab_size=source.architecture.vocab_size,
+        ),
         cache_bytes=runner.cache.num_bytes,
     )
 

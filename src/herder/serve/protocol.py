@@ -7,14 +7,14 @@ response header. Ranges are the engine's own. Nothing here knows HTTP or tokens.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from herder.config.record import Record
 from herder.engine.request import MaxTokens, NumLogprobs, SamplingFields, TokenId
+from herder.serve.body import Body, Json, NoItems, Nothing, unless
+from herder.serve.messages import Messages, NamedTool, TemplateVariables, Tool, Tools
 
 MAX_CHOICES = 128
 """Answers to one HTTP request, n times the prompts. Source: OpenAI API reference, n."""
@@ -27,19 +27,6 @@ IGNORED_FIELDS = (
     "parallel_tool_calls",
 )
 """What cannot change an answer: the provider's own books, and how tools would be called."""
-
-
-def _unless(neutral: Any = None) -> BeforeValidator:
-    """Refuse every value of a known field, apart from the one that asks for nothing."""
-
-    def refuse(value: Any) -> Any:
-        if type(value) is not type(neutral) or value != neutral:
-            raise PydanticCustomError(
-                "unsupported", "this field is not supported yet; leave it out"
-            )
-        return value
-
-    return BeforeValidator(refuse)
 
 
 def _are_ids(value: Any) -> bool:
@@ -58,49 +45,50 @@ def _one_kind_of_prompt(value: Any) -> Any:
     )
 
 
-def _finite(value: JsonValue) -> JsonValue:
-    """Python's reader lets NaN and Infinity pass, which are no JSON."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise PydanticCustomError("finite", "holds a number that is not finite") from None
-    return value
-
-
-Json: TypeAlias = Annotated[JsonValue, AfterValidator(_finite)]
 Prompts: TypeAlias = Annotated[
     list[str] | list[list[int]],
     BeforeValidator(_one_kind_of_prompt, json_schema_input_type=str | list[str] | list[int]),
 ]
-Nothing: TypeAlias = Annotated[Any, _unless()]
-NoItems: TypeAlias = Annotated[Any, _unless([])]
-
-
-class Body(Record):
-    """What a client sends; null is the same as absent.
-
-    Its validator is built at once: FastAPI takes it when a route is declared.
-    """
-
-    model_config = ConfigDict(defer_build=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        fields = cls.model_fields
-        return {
-            name: each for name, each in value.items() if each is not None or name not in fields
-        }
 
 
 class StreamOptions(Body):
     """What a stream tells besides the text."""
 
     include_usage: bool = False
-    continuous_usage_stats: Annotated[Any, _unless(False)] = None
-    include_obfuscation: Annotated[Any, _unless(False)] = None
+    continuous_usage_stats: Annotated[Any, unless(False)] = None
+    include_obfuscation: Annotated[Any, unless(False)] = None
+
+
+class JsonSchema(Body):
+    """A named schema; its subset of the language is llguidance's."""
+
+    name: str
+    description: str | None = None
+    given: dict[str, Json] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    strict: bool = True
+    """Answers follow the schema in any case."""
+
+
+class ResponseFormat(Body):
+    """Which texts an answer may be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_read(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "json_schema", "type json_schema needs the key json_schema, and no other type does"
+            )
+        return self
+
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The schema that an answer follows; None: it is free."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.given
 
 
 class AnswerBody(SamplingFields, Body):
@@ -112,10 +100,7 @@ class AnswerBody(SamplingFields, Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
-    response_format: Annotated[Any, _unless({"type": "text"})] = None
-    tools: NoItems = None
-    tool_choice: Annotated[Any, _unless("none")] = None
-
+    response_format: ResponseFormat | None = None
     user: Json = None
     metadata: Json = None
     store: Json = None
@@ -123,9 +108,13 @@ class AnswerBody(SamplingFields, Body):
     safety_identifier: Json = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream_only(self) -> AnswerBody:
+    def _options_agree(self) -> AnswerBody:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "needs stream: true")
+        if self.ignore_eos and self.response_format and self.response_format.schema_of_text:
+            raise PydanticCustomError(
+                "ignore_eos", "JSON has an end, which response_format keeps; leave one of them out"
+            )
         return self
 
     @property
@@ -143,11 +132,13 @@ class CompletionBody(AnswerBody):
     """POST /v1/completions."""
 
     prompt: Prompts
+    tools: NoItems = None
+    tool_choice: Annotated[Any, unless("none")] = None
     max_tokens: MaxTokens = 16
     """0 only with echo. Source of the default: OpenAI API reference."""
     echo: bool = False
     logprobs: NumLogprobs | None = None
-    suffix: Annotated[Any, _unless("")] = None
+    suffix: Annotated[Any, unless("")] = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
@@ -159,41 +150,13 @@ class CompletionBody(AnswerBody):
         return self
 
 
-class ContentPart(Body):
-    """One part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    name: str | None = None
-    tool_calls: NoItems = None
-    function_call: Nothing = None
-    refusal: Nothing = None
-    audio: Nothing = None
-    annotations: NoItems = None
-
-    def as_template_input(self) -> dict[str, str]:
-        """What a chat template reads: parts joined by line ends."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **named}
-
-
-Messages: TypeAlias = Annotated[list[Message], Field(min_length=1)]
-TemplateVariables: TypeAlias = dict[str, Json]
-
-
 class ChatBody(AnswerBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Absent: auto. With none the model is told of no tools."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens. Absent: what the window leaves."""
@@ -203,8 +166,8 @@ class ChatBody(AnswerBody):
     """More variables for the template, such as enable_thinking."""
     parallel_tool_calls: bool | None = None
     functions: NoItems = None
-    function_call: Annotated[Any, _unless("none")] = None
-    modalities: Annotated[Any, _unless(["text"])] = None
+    function_call: Annotated[Any, unless("none")] = None
+    modalities: Annotated[Any, unless(["text"])] = None
     audio: Nothing = None
     prediction: Nothing = None
     reasoning_effort: Nothing = None
@@ -220,7 +183,45 @@ class ChatBody(AnswerBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "needs logprobs: true")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", "two functions have one name")
+        if isinstance(self.tool_choice, NamedTool) and not self.forced_tools:
+            known = ", ".join(names) or "there are none"
+            raise PydanticCustomError(
+                "tool_choice", "names no function of tools: {known}", {"known": known}
+            )
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("tool_choice", "required needs tools")
+        form = self.response_format
+        if self.usable_tools and form is not None and form.schema_of_text is not None:
+            raise PydanticCustomError(
+                "response_format",
+                "leaves no room for calls of tools; set tool_choice: none or leave one of them out",
+            )
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """Those of which one has to be called; empty: the model is free."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == name]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Fields that were given and change nothing; forced calls obey parallel_tool_calls."""
+        obeyed = {"parallel_tool_calls"} if self.forced_tools else set()
+        return [name for name in super().ignored_fields if name not in obeyed]
 
 
 class TokenizeBody(Body):
@@ -229,6 +230,8 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools = Field(default_factory=list)
+    """Of a chat."""
     add_special_tokens: bool = True
     """Of a prompt."""
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
@@ -237,6 +240,8 @@ class TokenizeBody(Body):
     def _one_text(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("one_text", "give exactly one of prompt and messages")
+        if self.tools and self.messages is None:
+            raise PydanticCustomError("tools", "needs messages")
         return self
 
 

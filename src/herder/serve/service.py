@@ -15,8 +15,11 @@ from herder.engine.engine import Engine
 from herder.engine.request import Request, SamplingFields, SamplingParams
 from herder.errors import RequestError
 from herder.serve.errors import ApiError
+from herder.serve.grammar import Constraint, Grammars
+from herder.serve.messages import Message, Tool
 from herder.serve.metrics import ServingMetrics
-from herder.serve.protocol import MAX_CHOICES, AnswerBody, Message
+from herder.serve.protocol import MAX_CHOICES, AnswerBody
+from herder.serve.tools import form_of
 
 _RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 
@@ -31,6 +34,7 @@ class Service:
     defaults: Mapping[str, Any]
     """Sampling fields that the model's authors recommend, where a request leaves them out."""
     metrics: ServingMetrics
+    grammars: Grammars
     cache_bytes: int
     """Of the KV cache, allocated."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -41,15 +45,20 @@ class Service:
             message = f"model: {asked!r} is not served here; {self.name!r} is"
             raise ApiError(404, message, parameter="model", code="model_not_found")
 
-    def chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """The prompt of a chat. Raises DataError where there is no template or it rejects them."""
+        if tools or any(message.is_about_tools for message in messages):
+            form_of(self.tokenizer)
         if taken := _RESERVED_VARIABLES & variables.keys():
             raise RequestError(
                 f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be given here",
                 parameter="chat_template_kwargs",
             )
         inputs = [message.as_template_input() for message in messages]
-        return self.tokenizer.encode_chat(inputs, **variables)
+        told = [tool.model_dump(exclude_unset=True) for tool in tools]
+        return self.tokenizer.encode_chat(inputs, **variables, tools=told or None)
 
     def requests(
         self,
@@ -57,11 +66,15 @@ class Service:
         prompts: Sequence[Sequence[int]],
         *,
         continues_prompt: bool,
+        constraint: Constraint | None = None,
+        shown: frozenset[int] = frozenset(),
         **others: Any,
     ) -> list[Request]:
         """One request a choice, a prompt's choices side by side; each has a seed of its own.
 
         `continues_prompt`: the text goes on where the prompt's ends, its first space included.
+        `constraint`: what each answer follows instead of the body's response_format.
+        `shown`: control tokens that have a text in the answers.
         `others`: sampling parameters whose form differs between bodies.
         """
         num_all = len(prompts) * body.n
@@ -73,11 +86,15 @@ class Service:
                 parameter="n",
             )
         params = self._sampling_params(body, others)
+        schema = None if body.response_format is None else body.response_format.schema_of_text
+        if constraint is None and schema is not None:
+            constraint = self.grammars.of_schema(schema)
         return [
             Request(
                 ids,
                 _with_seed_of(params, choice),
-                self.tokenizer.detokenizer(context=ids if continues_prompt else ()),
+                self.tokenizer.detokenizer(context=ids if continues_prompt else (), shown=shown),
+                None if constraint is None else constraint.copy(),
             )
             for ids in prompts
             for choice in range(body.n)

@@ -53,13 +53,13 @@ class Running:
 
 
 def start(
-    service: Callable[[], Service], **options: object
+    service: Callable[[], Service], *, api_key: str | None = None, **options: object
 ) -> tuple[Server, str, threading.Thread]:
     """A server thread, once it answers."""
     bound = bind("127.0.0.1", 0)
     host = Host(service)
     ready = threading.Event()
-    app = create_app(host, max_body_bytes=MAX_BODY_BYTES)
+    app = create_app(host, max_body_bytes=MAX_BODY_BYTES, api_key=api_key)
     server = Server(app, host, bound, on_ready=ready.set, **options)
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()

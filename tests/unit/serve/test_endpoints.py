@@ -1,5 +1,6 @@
 import pytest
 
+from herder.errors import ConfigError
 from herder.serve.app import create_app
 from herder.serve.server import Host
 
@@ -67,3 +68,26 @@ def test_an_application_needs_no_model_to_be_made() -> None:
         raise AssertionError("loading is not asked for")
 
     assert create_app(Host(never)).title == "herder"
+
+
+def test_all_but_probes_and_the_page_ask_for_the_key(serve) -> None:
+    api = serve(api_key="se cret")
+    for path in ("/", "/health", "/ready", "/metrics"):
+        assert api.http.get(path).status_code == 200
+    for path in ("/v1/models", "/version", "/openapi.json", "/nothing"):
+        for given in ({}, {"authorization": "Bearer other"}, {"authorization": "se cret"}):
+            refused = api.http.get(path, headers=given)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "se cret" not in refused.text
+        known = api.http.get(path, headers={"authorization": "Bearer se cret"})
+        assert known.status_code == (404 if path == "/nothing" else 200)
+    # Nothing of a body is read before the key is known.
+    assert api.http.post("/v1/completions", content=b"{:").status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", "clé", "a\nb"])
+def test_a_key_that_no_header_can_carry_is_refused(key) -> None:
+    with pytest.raises(ConfigError, match="--api-key: must be printable ASCII"):
+        create_app(Host(lambda: None), api_key=key)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from herder.cli.engine_options import engine_options
 from herder.cli.models import resolve, tokenizer_folder
 from herder.cli.overrides import architecture_option, overridden
 from herder.config.run import ServeConfig
@@ -47,6 +48,7 @@ _DEFAULTS = ServeConfig()
     show_default=True,
     help="Further requests get status 429.",
 )
+@engine_options
 def command(model: str, overrides: tuple[str, ...], **options: Any) -> None:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions and the rest of the OpenAI API.
 

@@ -136,6 +136,8 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     decoder: TextDecoder | None = None
+    cache_salt: str | None = None
+    """Only requests with the same one share what is cached of their prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,9 +134,24 @@ class TokenSampler:
         self._is_penalized = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
-        self._counts_V = torch.zeros(num_tokens, device=device)
-        self._seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
-        self._seen_V[named(prompt_ids)] = True
+        if self._is_penalized:
+            self._counts_V = torch.zeros(num_tokens, device=device)
+            self._seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+            self._seen_V[named(prompt_ids)] = True
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether `choose` would give the largest of the logits as they are."""
+        return (
+            self._params.temperature < GREEDY_TEMPERATURE
+            and not self._is_penalized
+            and self._bias_V is None
+            and not self._hides_ends
+        )
+
+    @property
+    def _hides_ends(self) -> bool:
+        return self._num_made < self._params.min_tokens and len(self._ends_E) > 0
 
     def choose(self, logits_W: Tensor) -> int:
         """The next token. `logits_W` is fp32. Raises ModelError where none can be drawn."""
@@ -146,6 +161,10 @@ class TokenSampler:
             chosen = self._drawn(logits_V)
         # One wait for the device a token: value and index together, exact in fp64.
         best, token = torch.stack((peak.double(), chosen.double())).tolist()
+        return self.accept(best, int(token))
+
+    def accept(self, best: float, token_id: int) -> int:
+        """Count a token that was chosen; `best` is the largest logit. Raises as `choose` does."""
         if not math.isfinite(best):
             raise ModelError(
                 f"the best logit is {best}: no token can be drawn. The weights are damaged, or "
@@ -153,9 +172,9 @@ class TokenSampler:
             )
         self._num_made += 1
         if self._is_penalized:
-            self._counts_V[int(token)] += 1
-            self._seen_V[int(token)] = True
-        return int(token)
+            self._counts_V[token_id] += 1
+            self._seen_V[token_id] = True
+        return token_id
 
     def _shaped(self, logits_V: Tensor) -> Tensor:
         """Penalties, then bias, then the ends that may not come yet."""
@@ -163,7 +182,7 @@ class TokenSampler:
             logits_V = penalized(logits_V, self._params, self._counts_V, self._seen_V)
         if self._bias_V is not None:
             logits_V = logits_V + self._bias_V
-        if self._num_made < self._params.min_tokens and len(self._ends_E):
+        if self._hides_ends:
             logits_V = logits_V.index_fill(0, self._ends_E, -math.inf)
         return logits_V
 

@@ -9,7 +9,7 @@ import torch
 
 from herder.checkpoint.huggingface import load_decoder
 from herder.checkpoint.source import ModelSource
-from herder.config.run import ServeConfig
+from herder.config.run import EngineConfig, ServeConfig
 from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from herder.engine.engine import Engine
 from herder.engine.request import SamplingFields, SamplingParams
@@ -52,11 +52,16 @@ def window_tokens(source: ModelSource, max_model_len: int | None) -> int:
 
 
 def load_runner(
-    source: ModelSource, tokenizer: Tokenizer, *, precision: str, window_tokens: int
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    *,
+    precision: str,
+    window_tokens: int,
+    config: EngineConfig,
 ) -> Runner:
-    """Weights in `precision` on the default device, and a cache as long as the window.
+    """Weights in `precision` on the default device, and a cache of the size that `config` asks for.
 
-    Raises ResourceError where the cache finds no memory.
+    Raises ConfigError where that holds no whole window, ResourceError where it finds no memory.
     """
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
     if default_device() == "cpu":
@@ -68,11 +73,12 @@ def load_runner(
             window_tokens=window_tokens,
             eos_token_ids={*source.eos_token_ids, *tokenizer.eos_token_ids},
             num_named_tokens=tokenizer.vocab_size,
+            config=config,
         )
     except RuntimeError as error:  # torch's out-of-memory errors, on the host and on a device
         raise ResourceError(
-            f"no memory for a key-value cache of {window_tokens} tokens. Choose a shorter window "
-            f"with --max-model-len. ({str(error).splitlines()[0]})"
+            f"no memory for a key-value cache of {window_tokens} tokens or more. Choose a smaller "
+            f"one with --kv-cache-gb or --max-model-len. ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -80,7 +86,9 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
     """Everything the endpoints need; the engine's thread runs when this returns."""
     tokenizer = load_tokenizer(tokenizer_folder)
     window = window_tokens(source, config.max_model_len)
-    runner = load_runner(source, tokenizer, precision=config.precision, window_tokens=window)
+    runner = load_runner(
+        source, tokenizer, precision=config.precision, window_tokens=window, config=config
+    )
     engine = Engine(runner, max_queued_requests=config.max_queued_requests)
     return Service(
         name=source.name,
@@ -88,7 +96,7 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
         engine=engine,
         defaults=sampling_defaults(source),
         metrics=ServingMetrics(engine, source.name),
-        cache_bytes=runner.cache.num_bytes,
+        cache_bytes=runner.pages.num_bytes,
     )
 
 
@@ -112,7 +120,7 @@ def banner(service: Service, config: ServeConfig, url: str) -> str:
         f"window {limits.window_tokens:,} tokens, "
         f"key-value cache {format_gb(service.cache_bytes)}",
         f"  sampling unless a request says otherwise: {recommended or 'temperature 1'}",
-        "  one request at a time, in order; "
+        f"  up to {config.max_num_seqs} requests at once, each from its turn on; "
         f"up to {service.engine.max_queued_requests} more may wait",
         "",
         f"  curl {url}/v1/{_example(service)}",

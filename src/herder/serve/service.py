@@ -78,6 +78,7 @@ class Service:
                 ids,
                 _with_seed_of(params, choice),
                 self.tokenizer.detokenizer(context=ids if continues_prompt else ()),
+                body.cache_salt,
             )
             for ids in prompts
             for choice in range(body.n)

@@ -25,6 +25,7 @@ from herder.engine.request import PromptScored, Request, SamplingParams, TokenMa
 from herder.engine.runner import Runner
 from herder.model.decoder import Decoder
 from herder.model.kernels import Kernels
+from herder.plan.flops import key_value_elements
 from herder.serve.kernels import load_kernels
 from herder.units import GB
 from tests.engine_runs import Answer, run, scheduler_of
@@ -164,9 +165,10 @@ def check(model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> float:
         "block_size": cell.block_size,
         "prefix_caching": cell.prefix != "off",
     }
-    whole = runner_of(model, **config, max_num_seqs=1).pages.num_bytes
-    if cell.small_pool:
-        config["kv_cache_gb"] = 1.5 * whole / GB
+    if cell.small_pool:  # one and a half windows in every layer
+        architecture = MODELS[model]
+        token_bytes = architecture.num_layers * key_value_elements(architecture) * 4
+        config["kv_cache_gb"] = 1.5 * token_bytes * WINDOW_TOKENS / GB
     runner = runner_of(model, **config)
     scheduler = scheduler_of(runner)
     for _ in range(2 if cell.prefix == "warm" else 1):

@@ -193,6 +193,8 @@ def _herder_answer(
 ) -> Case:
     from herder.checkpoint.huggingface import load_weights
     from herder.checkpoint.source import resolve_model
+    from herder.config.run import EngineConfig
+    from herder.engine.engine import Engine
     from herder.engine.request import Request, SamplingParams, TokenMade
     from herder.engine.runner import Runner
     from herder.model.build import build_decoder
@@ -203,16 +205,15 @@ def _herder_answer(
     source = resolve_model(str(model))
     decoder = build_decoder(source.architecture, dtype=DTYPES[precision])
     load_weights(decoder, source, device=device)
-    runner = Runner(decoder, window_tokens=2_048, eos_token_ids=source.eos_token_ids)
+    config = EngineConfig(max_num_seqs=1, prefix_caching=False)
+    engine = Engine(
+        Runner(decoder, window_tokens=2_048, eos_token_ids=source.eos_token_ids, config=config)
+    )
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     request = Request(prompt_tokens(num_prompt_tokens).tolist(), params)
 
     def answer() -> int:
-        with runner.serving():
-            sequence, num_made = runner.begin(request), 0
-            while num_made < num_tokens:
-                num_made += sum(isinstance(event, TokenMade) for event in runner.step(sequence))
-        return num_made
+        return sum(isinstance(event, TokenMade) for event in engine.answer(request))
 
     return answer
 

@@ -66,6 +66,7 @@ def test_the_banner_tells_where_what_and_how_and_its_example_works(
     assert f"precision {precision_of('auto')} on" in banner
     assert "window 128 tokens" in banner
     assert re.search(r"key-value cache [\d.]+ (MB|GB)", banner)
+    assert "up to 64 requests at once" in banner
     path, body = re.search(r"curl \S+?(/v1/\S+) .* -d '(.*)'", banner).groups()
     answer = httpx.post(f"{url}{path}", json=json.loads(body), timeout=30)
     assert answer.json()["choices"][0]["message"]["role"] == "assistant"

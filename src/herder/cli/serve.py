@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from herder.cli.engine_options import engine_options
 from herder.cli.models import resolve, tokenizer_folder
 from herder.cli.overrides import architecture_option, overridden
 from herder.cli.quantization import quantization_options
@@ -22,6 +23,7 @@ from herder.serve.server import Host, Server, bind, url_of
 @architecture_option
 @quantization_options
 @serve_options
+@engine_options
 def command(
     model: str,
     overrides: tuple[str, ...],

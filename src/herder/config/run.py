@@ -286,7 +286,24 @@ class EvaluateConfig(Record):
     max_tokens: PositiveInt = 65_536
 
 
-class ServeConfig(Record):
+class EngineConfig(Record):
+    """How many requests are answered at once, and from how much memory."""
+
+    max_num_seqs: PositiveInt = 64
+    """Requests answered at once."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one forward: those of answers, then chunks of prompts. Absent: 512 on a CPU, 4,096
+    on a GPU."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens of a block of the key-value cache."""
+    prefix_caching: bool = True
+    """Whether keys and values of a text are kept for requests that begin with the same one."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Of keys and values. Absent: on a CPU a quarter of the free memory, at most 4 GB; on a GPU
+    what 85 % of its memory leave; at least one window."""
+
+
+class ServeConfig(EngineConfig):
     """The HTTP server."""
 
     host: str = "127.0.0.1"

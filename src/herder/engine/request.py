@@ -150,6 +150,8 @@ class Request:
     decoder: TextDecoder | None = None
     constraint: TokenConstraint | None = None
     """Its end is the answer's, whatever min_tokens says. Of this answer alone, as the decoder."""
+    cache_salt: str | None = None
+    """Only requests with the same one share what is cached of their prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,86 +1,40 @@
-"""The token loop of one sequence: prefill in chunks, then one token a step, over a KV cache.
+"""One forward over parts of many requests, and a token for each that is ready for one.
 
 The model is the training model itself, and is left as it was found. Nothing here knows threads,
-queues or HTTP: the engine calls `begin` and then `step` until an event says that it is over.
+queues or HTTP: what is computed next is the scheduler's choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from herder.config.run import EngineConfig
+from herder.engine.answer import Answer
+from herder.engine.blocks import KvBlocks
+from herder.engine.capacity import block_groups
 from herder.engine.request import (
     Event,
-    Finished,
     Limits,
     PromptScored,
     Request,
     TokenLogprobs,
-    TokenMade,
     check_request,
 )
 from herder.engine.sampler import TokenSampler, logprobs_of
-from herder.engine.text import StopFilter
-from herder.model.cache import KvCache
+from herder.engine.scheduler import Job, Part
 from herder.model.decoder import Decoder
+from herder.model.paged import KvPages, PagedAttend, Span
 from herder.model.readout import LastTokenReadout
 
-PREFILL_CHUNK_TOKENS = 1024
-"""A second chunk reads the first one from the cache, without a fused kernel: 512 cost a quarter."""
-SCORED_CHUNK_TOKENS = 64
-"""Smaller where the prompt is scored: whole rows of logits exist for a chunk at once."""
-
-
-class Sequence:
-    """One request while it is answered."""
-
-    def __init__(
-        self, request: Request, sampler: TokenSampler, *, end_ids: frozenset[int], longest: int
-    ) -> None:
-        """`end_ids` end the answer, and so does its token number `longest`."""
-        params = request.params
-        self.request = request
-        self.sampler = sampler
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self.num_made = 0
-        self.next_id = 0
-        """The last token made: what the next step's forward reads."""
-        self._stops = StopFilter(params.stop, include_stop=params.include_stop_str_in_output)
-        self._end_ids = end_ids
-        self._longest = longest
-
-    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> list[Event]:
-        """The events of one more token: what may be shown of it, and the end where it brings it."""
-        params, decoder = self.request.params, self.request.decoder
-        self.next_id = token_id
-        self.num_made += 1
-        may_stop = self.num_made > params.min_tokens
-        is_end = self.sampler.is_over or (may_stop and token_id in self._end_ids)
-        # An end token is counted and its text left out, unless the request asks for it.
-        asked_for = params.include_stop_str_in_output and token_id in params.stop_token_ids
-        text = ""
-        if decoder is not None and (asked_for or not is_end):
-            text = self._stops.add(decoder.add(token_id), may_stop=may_stop and not is_end)
-        made = TokenMade(token_id, text, logprobs)
-        if self._stops.found is None and not is_end and self.num_made < self._longest:
-            return [made]
-        return [made, self.finished(may_stop=may_stop, end_id=token_id if is_end else None)]
-
-    def finished(self, *, may_stop: bool = False, end_id: int | None = None) -> Finished:
-        """The closing event with the text still held; a stop string in that text counts too."""
-        decoder, text = self.request.decoder, ""
-        if decoder is not None and self._stops.found is None:
-            text = self._stops.add(decoder.finish(), may_stop=may_stop) + self._stops.finish()
-        stopped_by = end_id if self._stops.found is None else self._stops.found
-        reason = "length" if stopped_by is None else "stop"
-        return Finished(reason, len(self.request.prompt_ids), self.num_made, text, stopped_by)
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 class Runner:
-    """Answers one request at a time with one model and one cache as long as the window."""
+    """One model and its key-value cache."""
 
     def __init__(
         self,
@@ -89,22 +43,39 @@ class Runner:
         window_tokens: int,
         eos_token_ids: Iterable[int],
         num_named_tokens: int | None = None,
-        prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+        config: EngineConfig | None = None,
     ) -> None:
         """`num_named_tokens`: ids the tokenizer has; the head's padding rows past it are never
-        drawn. None: all of them."""
+        drawn. None: all of them. Raises ConfigError where the cache holds no whole window."""
         weight = next(decoder.parameters())
-        config, device = decoder.config, weight.device
+        architecture, device = decoder.config, weight.device
+        self.config = config = config or EngineConfig()
+        self.max_num_batched_tokens = config.max_num_batched_tokens or _BATCHED_TOKENS[device.type]
         self.decoder = decoder
         self.device = device
-        self.limits = Limits(window_tokens, config.vocab_size)
+        self.limits = Limits(window_tokens, architecture.vocab_size)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.cache = KvCache(config, num_tokens=window_tokens, dtype=weight.dtype, device=device)
-        self._num_named_tokens = min(num_named_tokens or config.vocab_size, config.vocab_size)
-        self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._positions_P = torch.arange(window_tokens, device=device)
-        self._token_1 = torch.empty(1, dtype=torch.int64, device=device)
-        self._only_row = LastTokenReadout(torch.zeros(1, dtype=torch.int64, device=device))
+        self._groups = block_groups(
+            architecture,
+            config,
+            window_tokens=window_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            bytes_per_element=weight.dtype.itemsize,
+            device=device,
+        )
+        self.pages = KvPages(
+            architecture,
+            num_blocks=[group.num_blocks for group in self._groups],
+            block_size=config.block_size,
+            dtype=weight.dtype,
+            device=device,
+        )
+        width = architecture.vocab_size
+        self._num_named_tokens = min(num_named_tokens or width, width)
+
+    def blocks(self) -> KvBlocks:
+        """The books of all blocks, free."""
+        return KvBlocks(self._groups, block_size=self.config.block_size)
 
     @contextmanager
     def serving(self) -> Generator[None]:
@@ -118,10 +89,9 @@ class Runner:
             for module in training:
                 module.training = True
 
-    def begin(self, request: Request) -> Sequence:
-        """Take up a request in place of the last one. Raises RequestError where it does not fit."""
+    def begin(self, request: Request) -> Job:
+        """What becomes of a request. Raises RequestError where it does not fit."""
         check_request(request, self.limits)
-        self.cache.truncate(0)
         params = request.params
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -135,62 +105,91 @@ class Runner:
             constraint=request.constraint,
         )
         longest = self.limits.longest_answer(request)
-        return Sequence(request, sampler, end_ids=end_ids, longest=longest)
+        answer = Answer(request, sampler, end_ids=end_ids, longest=longest)
+        return Job(answer, identity=self._identity(request))
+
+    def _identity(self, request: Request) -> bytes:
+        """What a request's keys and values depend on besides token ids: its salt, the weights as
+        they are now, and where rotations depend on a text's length (dynamic and longrope scaling)
+        the prompt's."""
+        num_prompt = len(request.prompt_ids)
+        is_length_read = any(r.depends_on_context(num_prompt) for r in self.decoder.ropes)
+        num_updates = sum(weight._version for weight in self.decoder.parameters())
+        return repr(
+            (request.cache_salt, num_updates, num_prompt if is_length_read else None)
+        ).encode()
 
     @torch.inference_mode()
-    def step(self, sequence: Sequence) -> list[Event]:
-        """One forward: a chunk of the prompt or one token. No events while the prompt is read."""
-        prompt_ids, params = sequence.request.prompt_ids, sequence.request.params
-        held = self.cache.length
-        num_left = len(prompt_ids) - held
-        if num_left <= 0:
-            self._token_1.fill_(sequence.next_id)
-            return self._advance(sequence, self._forward(self._token_1, self._only_row))
-        scores = params.prompt_logprobs is not None
-        most = SCORED_CHUNK_TOKENS if scores else self._prefill_chunk_tokens
-        chunk = prompt_ids[held : held + min(most, num_left)]
-        is_last = len(chunk) == num_left
-        rows = [len(chunk) - 1] if is_last else []
-        readout = None if scores else LastTokenReadout(self._ids(rows))
-        logits_RV = self._forward(self._ids(chunk), readout)
-        if scores:
-            self._score(sequence, logits_RV)
+    def step(self, parts: Sequence[Part]) -> list[list[Event]]:
+        """One forward over all parts, and the events that each brings; jobs hold what was drawn.
+
+        A request that fails by itself gets its Finished event; where the forward fails, it raises.
+        """
+        rows: list[int] = []
+        ends: list[int] = []
+        first = 0
+        for part in parts:
+            rows += [first + position - 1 - part.start for position in part.scored]
+            rows += [first + part.num_tokens - 1] if part.is_last else []
+            ends.append(len(rows))
+            first += part.num_tokens
+        with self.serving():
+            logits_RW = self._forward(parts, rows).float()
+        likeliest = self._likeliest(logits_RW)
+        events: list[list[Event]] = []
+        for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
+            answer = part.job.answer
+            try:
+                events.append(self._events(part, logits_RW[begin:end], likeliest[end - 1]))
+            except Exception as error:  # whatever it is, it is told to whoever asked
+                events.append([answer.failed("error", error)])
+        return events
+
+    def _forward(self, parts: Sequence[Part], rows: list[int]) -> Tensor:
+        spans = [
+            Span(part.start, part.num_tokens, part.job.num_prompt, part.job.held.blocks)
+            for part in parts
+        ]
+        attend = PagedAttend(self.pages, spans)
+        ids = [token_id for part in parts for token_id in part.job.ids[part.start : part.end]]
+        return self.decoder(
+            torch.tensor(ids, device=self.device),
+            positions_T=attend.positions_T,
+            attend=attend,
+            readout=LastTokenReadout(torch.tensor(rows, dtype=torch.int64, device=self.device)),
+        )
+
+    def _likeliest(self, logits_RW: Tensor) -> list[tuple[float, int]]:
+        """Of each row the largest logit and its token: one wait for the device."""
+        if not len(logits_RW):
+            return [(0.0, 0)]
+        peak_R, token_R = logits_RW[:, : self._num_named_tokens].max(1)
+        return list(zip(peak_R.tolist(), token_R.tolist(), strict=True))
+
+    def _events(self, part: Part, logits_RW: Tensor, likeliest: tuple[float, int]) -> list[Event]:
+        """Scores, then where the part is the last one a token, and what it did to the text."""
+        job, answer = part.job, part.job.answer
+        params, is_last = answer.request.params, part.is_last
+        for logits_W, position in zip(logits_RW, part.scored, strict=False):
+            scored = self._logprobs(logits_W, job.ids[position], params.prompt_logprobs)
+            answer.prompt_logprobs.append(scored)
         if not is_last:
             return []
-        events: list[Event] = [PromptScored(tuple(sequence.prompt_logprobs))] if scores else []
+        events: list[Event] = []
+        if params.prompt_logprobs is not None and not answer.num_made:
+            events.append(PromptScored(tuple(answer.prompt_logprobs)))
         if params.max_tokens == 0:
-            return [*events, sequence.finished()]
-        return events + self._advance(sequence, logits_RV)
-
-    def _ids(self, ids: Iterable[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
-
-    def _forward(self, tokens_T: Tensor, readout: LastTokenReadout | None) -> Tensor:
-        num_tokens, held = tokens_T.numel(), self.cache.length
-        positions_T = self._positions_P[held : held + num_tokens]
-        attend = self.cache.attend(num_tokens)
-        logits = self.decoder(tokens_T, positions_T=positions_T, attend=attend, readout=readout)
-        self.cache.advance(num_tokens)
-        return logits
-
-    def _score(self, sequence: Sequence, logits_TV: Tensor) -> None:
-        """Adds the log-probabilities of the prompt's tokens that follow this chunk's."""
-        request, end = sequence.request, self.cache.length
-        following = request.prompt_ids[end - logits_TV.shape[0] + 1 : end + 1]
-        for logits_V, token_id in zip(logits_TV[: len(following)].float(), following, strict=True):
-            scored = self._logprobs(logits_V, token_id, request.params.prompt_logprobs)
-            sequence.prompt_logprobs.append(scored)
+            return [*events, answer.finished()]
+        logits_W, sampler = logits_RW[-1], answer.sampler
+        token_id = (
+            sampler.accept(*likeliest) if sampler.takes_likeliest else sampler.choose(logits_W)
+        )
+        job.ids.append(token_id)
+        return events + answer.take(token_id, self._logprobs(logits_W, token_id, params.logprobs))
 
     def _logprobs(
-        self, logits_V: Tensor, token_id: int, num_top: int | None
+        self, logits_W: Tensor, token_id: int, num_top: int | None
     ) -> TokenLogprobs | None:
         if num_top is None:
             return None
-        return logprobs_of(logits_V, token_id, num_tokens=self._num_named_tokens, num_top=num_top)
-
-    def _advance(self, sequence: Sequence, logits_RV: Tensor) -> list[Event]:
-        """Draw a token from the last row and tell what it did to the text."""
-        logits_V = logits_RV[-1].float()
-        token_id = sequence.sampler.choose(logits_V)
-        logprobs = self._logprobs(logits_V, token_id, sequence.request.params.logprobs)
-        return sequence.take(token_id, logprobs)
+        return logprobs_of(logits_W, token_id, num_tokens=self._num_named_tokens, num_top=num_top)

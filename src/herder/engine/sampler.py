@@ -141,9 +141,26 @@ class TokenSampler:
         self._is_penalized = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
-        self._counts_V = torch.zeros(num_tokens, device=device)
-        self._seen_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
-        self._seen_V[named(prompt_ids)] = True
+        counted = num_tokens if self._is_penalized else 0  # the many that wait take no memory
+        self._counts_V = torch.zeros(counted, device=device)
+        self._seen_V = torch.zeros(counted, dtype=torch.bool, device=device)
+        if self._is_penalized:
+            self._seen_V[named(prompt_ids)] = True
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether `choose` would give the largest of the logits as they are."""
+        return (
+            self._params.temperature < GREEDY_TEMPERATURE
+            and not self._is_penalized
+            and self._bias_V is None
+            and self._constraint is None
+            and not self._hides_ends
+        )
+
+    @property
+    def _hides_ends(self) -> bool:
+        return self._num_made < self._params.min_tokens and len(self._ends_E) > 0
 
     def choose(self, logits_W: Tensor) -> int:
         """The next token. `logits_W` is fp32.
@@ -156,6 +173,10 @@ class TokenSampler:
             chosen = self._drawn(logits_V)
         # One wait for the device a token: value and index together, exact in fp64.
         best, token = torch.stack((peak.double(), chosen.double())).tolist()
+        return self.accept(best, int(token))
+
+    def accept(self, best: float, token_id: int) -> int:
+        """Count a token that was chosen; `best` is the largest logit. Raises as `choose` does."""
         if not math.isfinite(best):
             raise ModelError(
                 f"the best logit is {best}: no token can be drawn. The weights are damaged, or "
@@ -163,11 +184,11 @@ class TokenSampler:
             )
         self._num_made += 1
         if self._constraint is not None:
-            self.is_over = self._constraint.accept(int(token))
+            self.is_over = self._constraint.accept(token_id)
         if self._is_penalized:
-            self._counts_V[int(token)] += 1
-            self._seen_V[int(token)] = True
-        return int(token)
+            self._counts_V[token_id] += 1
+            self._seen_V[token_id] = True
+        return token_id
 
     def _shaped(self, logits_V: Tensor) -> Tensor:
         """Penalties, then bias, then what may not come, or not yet."""
@@ -175,7 +196,7 @@ class TokenSampler:
             logits_V = penalized(logits_V, self._params, self._counts_V, self._seen_V)
         if self._bias_V is not None:
             logits_V = logits_V + self._bias_V
-        hides_ends = self._num_made < self._params.min_tokens and len(self._ends_E) > 0
+        hides_ends = self._hides_ends
         if self._constraint is not None:
             allowed_V = self._allowed(self._constraint, hides_ends=hides_ends)
             return logits_V.masked_fill(~allowed_V, -math.inf)

@@ -1,8 +1,9 @@
 // What decoding on a CPU spends its time in: products of a few rows, norms, rotations, and the
-// attention of one token over its cache. Each computes what the Python beside it computes.
+// attention of new tokens over cached ones. Each computes what the Python beside it computes.
 //
 // Legend: T tokens, M rows, I input dim, O output dim, D last dim, N query heads, K key-value
-// heads, H head dim, P cached positions, R rotated pairs. T_ is the dtype of activations.
+// heads, H head dim, V value dim, B blocks, S tokens of a block, R rotated pairs. T_ is the dtype of
+// activations.
 //
 // Sums are fp32 in LANES partial sums, which the compiler keeps in vector registers without being
 // allowed to reorder anything else.
@@ -198,45 +199,156 @@ Tensor silu_times(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-// One token's queries over all cached positions, softmax in fp32: [N, H].
-Tensor attend_one(const Tensor& q, const Tensor& keys, const Tensor& values, double scale) {
-  const int64_t heads = q.size(0), dim = q.size(1);
-  const int64_t kv_heads = keys.size(0), positions = keys.size(1);
-  TORCH_CHECK(keys.sizes() == values.sizes() && keys.size(2) == dim && heads % kv_heads == 0,
-              "attend_one: q ", q.sizes(), " and keys ", keys.sizes(), " do not fit");
-  TORCH_CHECK(keys.stride(2) == 1 && values.stride(2) == 1,
-              "attend_one: a head's numbers must lie together");
-  const Tensor q_rows = q.contiguous();
-  Tensor out = at::empty_like(q_rows);
-  by_dtype(q, [&](auto kind) {
-    using T_ = decltype(kind);
-    const T_* q_NH = q_rows.const_data_ptr<T_>();
-    const T_* keys_KPH = keys.const_data_ptr<T_>();
-    const T_* values_KPH = values.const_data_ptr<T_>();
-    T_* out_NH = out.mutable_data_ptr<T_>();
-    const int64_t grain = NUMBERS_PER_TASK / (positions * dim) + 1;
-    at::parallel_for(0, heads, grain, [&](int64_t begin, int64_t end) {
-      std::vector<float> q_H(dim), scores_P(positions), out_H(dim);
-      for (int64_t n = begin; n < end; n++) {
-        const int64_t k = n / (heads / kv_heads);
-        const T_* keys_PH = keys_KPH + k * keys.stride(0);
-        const T_* values_PH = values_KPH + k * values.stride(0);
-        std::copy(q_NH + n * dim, q_NH + (n + 1) * dim, q_H.begin());
-        float largest = -INFINITY, sum = 0;
-        for (int64_t p = 0; p < positions; p++) {
-          dot<1>(q_H.data(), keys_PH + p * keys.stride(1), &scores_P[p], dim);
-          scores_P[p] *= static_cast<float>(scale);
-          largest = std::max(largest, scores_P[p]);
-        }
-        for (float& score : scores_P) sum += score = std::exp(score - largest);
-        std::fill(out_H.begin(), out_H.end(), 0.f);
-        for (int64_t p = 0; p < positions; p++) {
-          const float share = static_cast<float>(T_(scores_P[p] / sum));
-          const T_* value_H = values_PH + p * values.stride(1);
-          for (int64_t h = 0; h < dim; h++) out_H[h] += share * static_cast<float>(value_H[h]);
-        }
-        std::copy(out_H.begin(), out_H.end(), out_NH + n * dim);
+// Attention over blocks of keys and values. Queries are cut into tiles, up to QUERIES_A_TILE rows
+// (tokens x heads) of one sequence and one key-value head, that meet KEYS_A_TILE keys at a time.
+constexpr int64_t KEYS_A_TILE = 16;
+constexpr int64_t QUERIES_A_TILE = 32;
+constexpr int64_t FEW_QUERIES = 4;  // up to here, turning keys for the product takes longer than it
+
+// sums[m, 0..16) += x[m] y[:, 0..16) for M rows.
+template <int M>
+inline void rows_times_tile(const float* x, int64_t x_step, const float* y, int64_t y_step,
+                            int64_t dim, float* sums, int64_t sums_step) {
+  float partial[M][KEYS_A_TILE];
+  for (int m = 0; m < M; m++) std::copy_n(sums + m * sums_step, KEYS_A_TILE, partial[m]);
+  for (int64_t d = 0; d < dim; d++) {
+    for (int m = 0; m < M; m++) {
+      for (int64_t k = 0; k < KEYS_A_TILE; k++) {
+        partial[m][k] += x[m * x_step + d] * y[d * y_step + k];
       }
+    }
+  }
+  for (int m = 0; m < M; m++) std::copy_n(partial[m], KEYS_A_TILE, sums + m * sums_step);
+}
+
+inline void times_tile(int64_t rows, const float* x, int64_t x_step, const float* y, int64_t y_step,
+                       int64_t dim, float* sums, int64_t sums_step) {
+  for (; rows > 0; rows -= 4, x += 4 * x_step, sums += 4 * sums_step) {
+    switch (std::min<int64_t>(rows, 4)) {
+      case 1: rows_times_tile<1>(x, x_step, y, y_step, dim, sums, sums_step); break;
+      case 2: rows_times_tile<2>(x, x_step, y, y_step, dim, sums, sums_step); break;
+      case 3: rows_times_tile<3>(x, x_step, y, y_step, dim, sums, sums_step); break;
+      default: rows_times_tile<4>(x, x_step, y, y_step, dim, sums, sums_step);
+    }
+  }
+}
+
+struct QueryTile {
+  int64_t row, tokens, position, table, head, heads;
+};
+
+struct PagedAttention {
+  int64_t query_heads, kv_heads, dim, value_dim, block_size, window;
+  bool sliding, chunked;
+  float scale, softcap;  // 0: no cap
+  const int64_t* tables;
+  const float* sinks;  // null: none
+
+  int64_t first_visible(int64_t position) const {
+    if (sliding) return std::max<int64_t>(0, position - window + 1);
+    return chunked ? position / window * window : 0;
+  }
+
+  template <typename T_>
+  void attend(const QueryTile& tile, const T_* q_TNH, const Tensor& keys, const Tensor& values,
+              T_* out_TNV) const {
+    const T_* keys_BSKH = keys.const_data_ptr<T_>();
+    const T_* values_BSKV = values.const_data_ptr<T_>();
+    const int64_t rows = tile.tokens * tile.heads, kv_head = tile.head / (query_heads / kv_heads);
+    const int64_t width = (value_dim + KEYS_A_TILE - 1) / KEYS_A_TILE * KEYS_A_TILE;
+    std::vector<float> q(rows * dim), turned(dim * KEYS_A_TILE), value(KEYS_A_TILE * width);
+    std::vector<float> scores(rows * KEYS_A_TILE), out(rows * width);
+    std::vector<float> largest(rows, -INFINITY), sum(rows, 0.f);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t token = tile.row + r / tile.heads, head = tile.head + r % tile.heads;
+      std::copy_n(q_TNH + (token * query_heads + head) * dim, dim, &q[r * dim]);
+      if (sinks != nullptr) largest[r] = sinks[head], sum[r] = 1.f;
+    }
+    const int64_t end = tile.position + tile.tokens;
+    for (int64_t p = first_visible(tile.position); p < end; p += KEYS_A_TILE) {
+      const int64_t together = std::min(KEYS_A_TILE, end - p);
+      std::fill(scores.begin(), scores.end(), 0.f);
+      for (int64_t k = 0; k < together; k++) {
+        const int64_t block = tables[tile.table + (p + k) / block_size], place = (p + k) % block_size;
+        const T_* key_H = keys_BSKH + block * keys.stride(0) + place * keys.stride(1) +
+                          kv_head * keys.stride(2);
+        const T_* value_V = values_BSKV + block * values.stride(0) + place * values.stride(1) +
+                            kv_head * values.stride(2);
+        std::copy_n(value_V, value_dim, &value[k * width]);
+        if (rows > FEW_QUERIES) {
+          for (int64_t h = 0; h < dim; h++) turned[h * KEYS_A_TILE + k] = key_H[h];
+        } else {
+          for (int64_t r = 0; r < rows; r++) dot<1>(&q[r * dim], key_H, &scores[r * KEYS_A_TILE + k], dim);
+        }
+      }
+      if (rows > FEW_QUERIES) {
+        times_tile(rows, q.data(), dim, turned.data(), KEYS_A_TILE, dim, scores.data(), KEYS_A_TILE);
+      }
+      for (int64_t r = 0; r < rows; r++) {
+        float* score = &scores[r * KEYS_A_TILE];
+        const int64_t position = tile.position + r / tile.heads, first = first_visible(position);
+        float peak = largest[r];
+        for (int64_t k = 0; k < KEYS_A_TILE; k++) {
+          score[k] *= scale;
+          if (softcap != 0) score[k] = softcap * std::tanh(score[k] / softcap);
+          if (k >= together || p + k < first || p + k > position) score[k] = -INFINITY;
+          peak = std::max(peak, score[k]);
+        }
+        if (peak == -INFINITY) peak = 0;  // it sees none of these, nor any before
+        const float kept = std::exp(largest[r] - peak);
+        at::vec::map<float>([&](auto x) { return (x - decltype(x)(peak)).exp(); }, score, score,
+                            KEYS_A_TILE);
+        sum[r] *= kept;
+        for (int64_t k = 0; k < KEYS_A_TILE; k++) sum[r] += score[k];
+        for (int64_t v = 0; v < width; v++) out[r * width + v] *= kept;
+        largest[r] = peak;
+      }
+      for (int64_t v = 0; v < width; v += KEYS_A_TILE) {
+        times_tile(rows, scores.data(), KEYS_A_TILE, &value[v], width, together, &out[v], width);
+      }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t token = tile.row + r / tile.heads, head = tile.head + r % tile.heads;
+      T_* out_V = out_TNV + (token * query_heads + head) * value_dim;
+      for (int64_t v = 0; v < value_dim; v++) out_V[v] = T_(out[r * width + v] / sum[r]);
+    }
+  }
+};
+
+// spans [Q, 4]: of each sequence its first row, rows, first position, and its place in `tables`.
+Tensor attend_paged(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& tables,
+                    const Tensor& spans, c10::string_view kind, int64_t window, double scale,
+                    std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  const int64_t heads = q.size(1), kv_heads = keys.size(2), group = heads / kv_heads;
+  TORCH_CHECK(keys.size(3) == q.size(2) && values.size(2) == kv_heads && heads % kv_heads == 0,
+              "attend_paged: q ", q.sizes(), " and keys ", keys.sizes(), " do not fit");
+  TORCH_CHECK(keys.stride(3) == 1 && values.stride(3) == 1,
+              "attend_paged: a head's numbers must lie together");
+  TORCH_CHECK(keys.scalar_type() == q.scalar_type(), "attend_paged: dtypes differ");
+  const Tensor q_rows = q.contiguous(), table = tables.contiguous(), span = spans.contiguous();
+  const Tensor sink = sinks.has_value() ? sinks->to(at::kFloat).contiguous() : Tensor();
+  const PagedAttention attention{
+      heads, kv_heads, q.size(2), values.size(3), keys.size(1), window, kind == "sliding",
+      kind == "chunked", float(scale), float(softcap.value_or(0)), table.const_data_ptr<int64_t>(),
+      sink.defined() ? sink.const_data_ptr<float>() : nullptr};
+  const int64_t most_heads = std::min(group, QUERIES_A_TILE), most_tokens = QUERIES_A_TILE / most_heads;
+  std::vector<QueryTile> tiles;
+  for (int64_t s = 0; s < span.size(0); s++) {
+    const int64_t* of = span.const_data_ptr<int64_t>() + 4 * s;
+    for (int64_t t = 0; t < of[1]; t += most_tokens) {
+      for (int64_t head = 0; head < heads; head += std::min(most_heads, group - head % group)) {
+        tiles.push_back({of[0] + t, std::min(most_tokens, of[1] - t), of[2] + t, of[3], head,
+                         std::min(most_heads, group - head % group)});
+      }
+    }
+  }
+  Tensor out = at::empty({q.size(0), heads, values.size(3)}, q.options());
+  by_dtype(q, [&](auto element) {
+    using T_ = decltype(element);
+    const T_* q_TNH = q_rows.const_data_ptr<T_>();
+    T_* out_TNV = out.mutable_data_ptr<T_>();
+    at::parallel_for(0, int64_t(tiles.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) attention.attend(tiles[i], q_TNH, keys, values, out_TNV);
     });
   });
   return out;
@@ -249,7 +361,9 @@ TORCH_LIBRARY_FRAGMENT(herder, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps, bool multiply_in_fp32) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor");
   library.def("silu_times(Tensor gate, Tensor up) -> Tensor");
-  library.def("attend_one(Tensor q, Tensor keys, Tensor values, float scale) -> Tensor");
+  library.def(
+      "attend_paged(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor spans, str kind, "
+      "int window, float scale, float? softcap, Tensor? sinks) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(herder, CPU, library) {
@@ -257,5 +371,5 @@ TORCH_LIBRARY_IMPL(herder, CPU, library) {
   library.impl("rms_norm", rms_norm);
   library.impl("rotate", rotate);
   library.impl("silu_times", silu_times);
-  library.impl("attend_one", attend_one);
+  library.impl("attend_paged", attend_paged);
 }

@@ -11,7 +11,7 @@ from herder.checkpoint.huggingface import load_decoder
 from herder.checkpoint.quantizing import load_quantized
 from herder.checkpoint.source import ModelSource
 from herder.config.quantization import WeightQuantization
-from herder.config.run import ServeConfig
+from herder.config.run import EngineConfig, ServeConfig
 from herder.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from herder.engine.engine import Engine
 from herder.engine.request import SamplingFields, SamplingParams
@@ -61,11 +61,12 @@ def load_runner(
     precision: str,
     quantization: WeightQuantization | None = None,
     window_tokens: int,
+    config: EngineConfig,
 ) -> Runner:
     """Weights in `precision`, of layers in `quantization` where it is given, on the default device,
-    and a cache as long as the window.
+    and a cache of the size that `config` asks for.
 
-    Raises ResourceError where the cache finds no memory.
+    Raises ConfigError where that holds no whole window, ResourceError where it finds no memory.
     """
     check_vocabulary(tokenizer, vocab_size=source.architecture.vocab_size, model=source.name)
     if default_device() == "cpu":
@@ -81,11 +82,12 @@ def load_runner(
             window_tokens=window_tokens,
             eos_token_ids={*source.eos_token_ids, *tokenizer.eos_token_ids},
             num_named_tokens=tokenizer.vocab_size,
+            config=config,
         )
     except RuntimeError as error:  # torch's out-of-memory errors, on the host and on a device
         raise ResourceError(
-            f"no memory for a key-value cache of {window_tokens} tokens. Choose a shorter window "
-            f"with --max-model-len. ({str(error).splitlines()[0]})"
+            f"no memory for a key-value cache of {window_tokens} tokens or more. Choose a smaller "
+            f"one with --kv-cache-gb or --max-model-len. ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -99,6 +101,7 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
         precision=config.precision,
         quantization=config.weight_quantization,
         window_tokens=window,
+        config=config,
     )
     engine = Engine(runner, max_queued_requests=config.max_queued_requests)
     return Service(
@@ -112,7 +115,7 @@ def load_service(source: ModelSource, tokenizer_folder: Path, config: ServeConfi
             end_ids=runner.eos_token_ids,
             vocab_size=source.architecture.vocab_size,
         ),
-        cache_bytes=runner.cache.num_bytes,
+        cache_bytes=runner.pages.num_bytes,
     )
 
 
@@ -138,7 +141,7 @@ def banner(service: Service, config: ServeConfig, url: str) -> str:
         f"window {limits.window_tokens:,} tokens, "
         f"key-value cache {format_gb(service.cache_bytes)}",
         f"  sampling unless a request says otherwise: {recommended or 'temperature 1'}",
-        "  one request at a time, in order; "
+        f"  up to {config.max_num_seqs} requests at once, each from its turn on; "
         f"up to {service.engine.max_queued_requests} more may wait",
         "",
         f"  curl {url}/v1/{_example(service)}",

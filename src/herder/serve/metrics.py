@@ -1,17 +1,18 @@
 """What the server counts, for Prometheus, under vLLM's names with the prefix `herder:`.
 
 One router and one dashboard read both engines. Colons are legal in metric names (Prometheus keeps
-them for recording rules by convention only, and vLLM set the custom). What this engine does not
-have (prefix cache, preemption) is absent: a missing metric is not 0.
+them for recording rules by convention only, and vLLM set the custom).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from herder.engine.engine import Engine, Listener
 from herder.engine.request import Event, Finished, FinishReason, TokenMade
@@ -22,6 +23,26 @@ _REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+
+
+class _EngineCounters(Collector):
+    """What the engine's scheduler counts itself, read when it is asked for."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._scheduler = engine.scheduler
+        self._model = model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Whole numbers that only grow."""
+        scheduler = self._scheduler
+        for name, text, value in (
+            ("num_preemptions", "Requests that gave way.", scheduler.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up.", scheduler.num_tokens_looked_up),
+            ("prefix_cache_hits", "Those of them that were cached.", scheduler.num_tokens_found),
+        ):
+            counter = CounterMetricFamily(f"herder:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
 
 
 class ServingMetrics:
@@ -46,6 +67,7 @@ class ServingMetrics:
             ("kv_cache_usage_perc", "KV cache in use, 0 to 1.", lambda: engine.cache_usage),
         ):
             metric(Gauge, name, text).labels(model).set_function(read)
+        self._registry.register(_EngineCounters(engine, model))
         self._prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens read.").labels(model)
         self._made_tokens = metric(Counter, "generation_tokens", "Tokens made.").labels(model)
         ended = metric(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from herder.checkpoint.source import ModelSource
 from herder.config.quantization import WeightQuantization
+from herder.config.run import EngineConfig
 from herder.data.tokenizer import Tokenizer
+from herder.engine.engine import Engine
 from herder.engine.request import (
-    Event,
     Finished,
     Limits,
     Request,
@@ -18,7 +19,6 @@ from herder.engine.request import (
     TokenMade,
     check_request,
 )
-from herder.engine.runner import Runner
 from herder.serve.load import load_runner, window_tokens
 
 
@@ -50,30 +50,31 @@ def answer_once(
     limits = Limits(window_tokens(source, None), source.architecture.vocab_size)
     check_request(request, limits)
     needed = len(request.prompt_ids) + limits.longest_answer(request)
-    made = {"precision": precision, "quantization": quantization, "window_tokens": needed}
-    runner = load_runner(source, tokenizer, **made)
+    runner = load_runner(
+        source,
+        tokenizer,
+        precision=precision,
+        quantization=quantization,
+        window_tokens=needed,
+        config=EngineConfig(max_num_seqs=1, prefix_caching=False),
+    )
     text, token_seconds = "", []
-    for event in _events(runner, request):
-        if isinstance(event, TokenMade):
-            token_seconds.append(time.monotonic())
-        if isinstance(event, TokenMade | Finished):
-            text += event.text
-            on_text(event.text)
-        if isinstance(event, Finished):
-            seconds = token_seconds[-1] - token_seconds[0] if token_seconds else 0
-            return {
-                "model": source.name,
-                "text": text,
-                "finish_reason": event.reason,
-                "prompt_tokens": event.num_prompt_tokens,
-                "completion_tokens": event.num_completion_tokens,
-                "tokens_per_second": (len(token_seconds) - 1) / seconds if seconds else None,
-            }
-    raise AssertionError("a request always has an end")
-
-
-def _events(runner: Runner, request: Request) -> Iterator[Event]:
-    with runner.serving():
-        sequence = runner.begin(request)
-        while True:
-            yield from runner.step(sequence)
+    with Engine(runner) as engine:
+        for event in engine.answer(request):
+            if isinstance(event, TokenMade):
+                token_seconds.append(time.monotonic())
+            if isinstance(event, TokenMade | Finished):
+                text += event.text
+                on_text(event.text)
+    assert isinstance(event, Finished), "a request always has an end"
+    if event.error is not None:
+        raise event.error
+    seconds = token_seconds[-1] - token_seconds[0] if token_seconds else 0
+    return {
+        "model": source.name,
+        "text": text,
+        "finish_reason": event.reason,
+        "prompt_tokens": event.num_prompt_tokens,
+        "completion_tokens": event.num_completion_tokens,
+        "tokens_per_second": (len(token_seconds) - 1) / seconds if seconds else None,
+    }

@@ -99,6 +99,8 @@ class AnswerBody(SamplingFields, Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Only requests with the same one share what is cached of their prompts."""
 
     response_format: ResponseFormat | None = None
     user: Json = None

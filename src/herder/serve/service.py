@@ -95,6 +95,7 @@ class Service:
                 _with_seed_of(params, choice),
                 self.tokenizer.detokenizer(context=ids if continues_prompt else (), shown=shown),
                 None if constraint is None else constraint.copy(),
+                body.cache_salt,
             )
             for ids in prompts
             for choice in range(body.n)

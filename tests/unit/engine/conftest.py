@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 import pytest
@@ -18,10 +17,11 @@ from herder.config.architecture import (
     RopeConfig,
 )
 from herder.engine.engine import Engine
-from herder.engine.request import Event, Finished, Request, SamplingParams, TokenMade
+from herder.engine.request import Event, Finished, Request, SamplingParams
 from herder.engine.runner import Runner
 from herder.model.build import build_decoder, initialize_weights
 from herder.model.decoder import Decoder
+from tests.engine_runs import Answer, check_idle, run
 
 VOCAB_SIZE = 64
 WINDOW_TOKENS = 96
@@ -66,7 +66,7 @@ def engine(runner: Runner) -> Iterator[Engine]:
     with Engine(runner, max_queued_requests=8) as engine:
         yield engine
         assert engine.wait_idle(timeout_seconds=10)
-        assert (engine.num_running, engine.num_waiting) == (0, 0)
+        check_idle(engine.scheduler)
 
 
 class NumberText:
@@ -122,27 +122,6 @@ def ask(engine: Engine) -> Callable[[Request], Heard]:
     return ask
 
 
-@dataclass
-class Answer:
-    """What became of one prompt."""
-
-    events: list[Event]
-
-    @property
-    def ids(self) -> list[int]:
-        return [event.token_id for event in self.events if isinstance(event, TokenMade)]
-
-    @property
-    def text(self) -> str:
-        parts = [event for event in self.events if isinstance(event, TokenMade | Finished)]
-        return "".join(part.text for part in parts)
-
-    @property
-    def last(self) -> Finished:
-        assert isinstance(self.events[-1], Finished), self.events[-1]
-        return self.events[-1]
-
-
 @pytest.fixture
 def make_answer() -> type[Answer]:
     """A view of any list of events."""
@@ -154,12 +133,8 @@ def answer(runner: Runner) -> Callable[..., Answer]:
     """The answer to one prompt, made in the test's own thread."""
 
     def answer(prompt_ids: list[int], *, text: bool = False, **fields: object) -> Answer:
-        request = Request(prompt_ids, SamplingParams(**fields), NumberText() if text else None)
-        events: list[Event] = []
-        with runner.serving():
-            sequence = runner.begin(request)
-            while not (events and isinstance(events[-1], Finished)):
-                events += runner.step(sequence)
-        return Answer(events)
+        decoder = NumberText() if text else None
+        (made,) = run(runner, Request(prompt_ids, SamplingParams(**fields), decoder))
+        return made
 
     return answer

@@ -4,17 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from herder.config.run import EngineConfig
 from herder.engine.request import (
     PromptScored,
     Request,
     SamplingParams,
     TokenLogprobs,
-    TokenMade,
 )
 from herder.engine.runner import Runner
 from herder.errors import RequestError
 from herder.model.decoder import Decoder
 from herder.model.readout import LossReadout
+from tests.engine_runs import run
 from tests.reference_attend import ReferenceAttend
 
 PROMPT = [5, 17, 3, 42, 8]
@@ -42,17 +43,15 @@ def test_greedy_tokens_equal_those_of_whole_forwards(answer: Answers, decoder: D
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64])
 def test_the_answer_does_not_depend_on_the_chunk_size(
-    chunk: int, answer: Answers, decoder: Decoder, make_answer: type
+    chunk: int, answer: Answers, decoder: Decoder
 ) -> None:
     prompt = [(7 * index) % 64 for index in range(29)]
     expected = answer(prompt, max_tokens=8, seed=1, logprobs=3)
-    runner = Runner(decoder, window_tokens=64, eos_token_ids=(), prefill_chunk_tokens=chunk)
-    sequence = runner.begin(Request(prompt, SamplingParams(max_tokens=8, seed=1, logprobs=3)))
-    events = []
-    while len(events) < 9:
-        events += runner.step(sequence)
-    assert make_answer(events).ids == expected.ids
-    for one, other in zip(events[:-1], expected.events[:-1], strict=True):
+    config = EngineConfig(max_num_batched_tokens=chunk)
+    runner = Runner(decoder, window_tokens=64, eos_token_ids=(), config=config)
+    (made,) = run(runner, Request(prompt, SamplingParams(max_tokens=8, seed=1, logprobs=3)))
+    assert made.ids == expected.ids
+    for one, other in zip(made.events[:-1], expected.events[:-1], strict=True):
         assert abs(one.logprobs.chosen.logprob - other.logprobs.chosen.logprob) < 1e-5
 
 
@@ -76,17 +75,13 @@ def test_any_of_the_ends_of_text_ends_the_answer(decoder: Decoder, answer: Answe
     end = ids[5]
     runner = Runner(decoder, window_tokens=96, eos_token_ids=(end, 64 - 1 - end))
 
-    def run(**fields: object) -> list[object]:
-        sequence = runner.begin(Request(PROMPT, SamplingParams(temperature=0, **fields)))
-        events = []
-        while not events or isinstance(events[-1], TokenMade):
-            events += runner.step(sequence)
-        return events
+    def events_of(**fields: object) -> list[object]:
+        return run(runner, Request(PROMPT, SamplingParams(temperature=0, **fields)))[0].events
 
-    events = run(max_tokens=12)
+    events = events_of(max_tokens=12)
     assert [event.token_id for event in events[:-1]] == ids[: ids.index(end) + 1]
     assert (events[-1].reason, events[-1].stopped_by) == ("stop", end)
-    assert run(max_tokens=12, ignore_eos=True)[-1].reason == "length"
+    assert events_of(max_tokens=12, ignore_eos=True)[-1].reason == "length"
 
 
 def test_a_stop_id_ends_the_answer_without_its_text(answer: Answers) -> None:
@@ -176,11 +171,9 @@ def test_scoring_a_prompt_does_not_change_the_answer(answer: Answers) -> None:
 
 def test_padded_ids_are_never_made(decoder: Decoder) -> None:
     runner = Runner(decoder, window_tokens=96, eos_token_ids=(), num_named_tokens=20)
-    sequence = runner.begin(Request(PROMPT, SamplingParams(max_tokens=40, temperature=2.0, seed=0)))
-    made = []
-    while len(made) < 40:
-        made += [event.token_id for event in runner.step(sequence) if isinstance(event, TokenMade)]
-    assert max(made) < 20
+    for temperature in (0, 2.0):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=0)
+        assert max(run(runner, Request(PROMPT, params))[0].ids) < 20
 
 
 def test_a_request_that_does_not_fit_is_refused_at_the_beginning(runner: Runner) -> None:
@@ -236,9 +229,7 @@ def test_the_model_is_left_as_it_was_found(decoder: Decoder, runner: Runner) -> 
 
     with pytest.raises(ZeroDivisionError):
         fail_while_serving()
-    sequence = runner.begin(Request(PROMPT, SamplingParams(max_tokens=4)))
-    with runner.serving():
-        runner.step(sequence)
+    run(runner, Request(PROMPT, SamplingParams(max_tokens=4)))
     assert {name: module.training for name, module in decoder.named_modules()} == state
     for name, weight in decoder.named_parameters():
         assert weight.requires_grad

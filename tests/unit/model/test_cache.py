@@ -47,21 +47,6 @@ def test_more_tokens_than_the_cache_holds_are_refused_with_both_numbers(make_con
         cache.attend(9)
 
 
-@torch.no_grad()
-def test_a_truncated_cache_forgets_what_came_after(make_decoder, pack):
-    decoder = make_decoder()
-    tokens_T, _ = pack([12])
-    cache = KvCache(decoder.config, num_tokens=16, dtype=torch.float32)
-    results = []
-    for _ in range(2):
-        for token in tokens_T.split(1):
-            logits = decoder(token, positions_T=cache.positions_T(1), attend=cache.attend(1))
-            cache.advance(1)
-        results.append(logits)
-        cache.truncate(0)
-    assert torch.equal(*results)
-
-
 def test_the_bytes_are_two_tensors_of_layers_heads_tokens_and_head_dim(make_config):
     cache = KvCache(make_config(), num_tokens=8, dtype=torch.bfloat16)
-    assert cache.num_bytes == 2 * 3 * 2 * 8 * 6 * 2
+    assert cache.pages.num_bytes == 2 * 3 * 2 * 8 * 6 * 2

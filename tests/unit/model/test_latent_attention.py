@@ -68,9 +68,10 @@ def test_weights_have_their_names_and_shapes_with_and_without_a_query_latent(mak
 def test_a_cache_keeps_one_latent_and_one_rotated_key_a_token(make_latent):
     config = make_latent().config
     cache = KvCache(config, num_tokens=8, dtype=torch.bfloat16)
-    assert cache.keys.shape == (2, 1, 8, 24 + 6)
-    assert cache.num_bytes == 2 * 8 * 30 * 2
-    assert cache.values.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+    assert cache.pages.num_bytes == 2 * 8 * 30 * 2
+    (_, keys, values), _ = cache.pages.layers.values()
+    assert keys.shape[2:] == (1, 24 + 6)
+    assert values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("rank", [None, 20])

@@ -19,6 +19,7 @@ from herder.serve.app import create_app
 from herder.serve.load import load_service
 from herder.serve.server import Host, Server, bind, url_of
 from herder.serve.service import Service
+from tests.engine_runs import check_idle
 
 MAX_BODY_BYTES = 200_000
 
@@ -125,7 +126,7 @@ def api(shared: Running) -> Iterator[Running]:
     yield shared
     shared.wait_idle()
     engine = shared.service.engine
-    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    check_idle(engine.scheduler)
     lines = shared.http.get("/metrics").text
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert value_in(lines, gauge) == 0

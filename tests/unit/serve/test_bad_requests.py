@@ -56,6 +56,7 @@ FINE_IN_BOTH = {
     "stop_token_ids": {"[]"},
     "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
+    "cache_salt": {'"x"'},
     "response_format": set(),
     "user": ANYTHING,
     "metadata": ANYTHING,

@@ -116,6 +116,21 @@ def test_an_answer_does_not_depend_on_how_many_are_asked_for(api) -> None:
     assert three.choices[1].text == second.choices[0].text
 
 
+def test_a_prompt_that_is_cached_gives_the_same_answer_unless_its_salt_differs(api) -> None:
+    def hits(**fields) -> tuple[float, str]:
+        before = api.metric("prefix_cache_hits_total")
+        body = {"prompt": list(range(5, 45)), "max_tokens": 8, "temperature": 0, **fields}
+        text = api.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        return api.metric("prefix_cache_hits_total") - before, text
+
+    queries = api.metric("prefix_cache_queries_total")
+    (_, first), (found, again), (salted, other) = hits(), hits(), hits(cache_salt="mine")
+    assert (found, salted) == (32, 0)
+    assert first == again == other
+    assert hits(cache_salt="mine")[0] == 32
+    assert api.metric("prefix_cache_queries_total") == queries + 160
+
+
 def test_several_prompts_are_answered_side_by_side(api) -> None:
     fields = {**GREEDY, "temperature": 1, "seed": 2}
     both = api.openai.completions.create(**{**fields, "prompt": ["The", "lazy dog"], "n": 2})

@@ -1,6 +1,8 @@
 """The C++ operators compute what the Python of their modules computes, and are not needed."""
 
 import logging
+from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +10,11 @@ import torch
 from herder.config.architecture import NormConfig
 from herder.config.quantization import QUANTIZATIONS, WeightQuantization
 from herder.model.attention_spec import AttentionSpec
-from herder.model.cache import attend_cached
 from herder.model.kernels import FEW_QUANTIZED_ROWS, FEW_ROWS, Kernels
 from herder.model.linear import Linear, product
 from herder.model.mlp import gated
 from herder.model.norm import RmsNorm
+from herder.model.paged import PagedAttend, Span
 from herder.model.quantized_weight import quantized
 from herder.model.rope import RotaryTables, rotate
 from herder.serve.kernels import load_kernels
@@ -112,25 +114,58 @@ def test_the_gated_product(both, dtype):
     both(lambda: gated(gate, up, "silu", lambda product: product))
 
 
+SPANS = [(13, 1), (40, 1), (5, 9), (1, 50), (16, 16)]
+"""First position and number of new tokens."""
+
+
+def paged(dtype, spec, *, heads, value_dim, has_sinks=False, block_size=4):
+    """The attention of SPANS over blocks in no order, which hold nan where nothing was written."""
+    generator = torch.Generator().manual_seed(0)
+    num_blocks, kv_heads, dim = 200, 2, 40
+    keys = torch.full((1, num_blocks, block_size, kv_heads, dim), torch.nan, dtype=dtype)
+    values = keys[0, ..., :value_dim] if value_dim < dim else keys.clone()[0]
+    order = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = [
+        array("q", [next(order) for _ in range(-(-(start + count) // block_size))])
+        for start, count in SPANS
+    ]
+    for (start, _), table in zip(SPANS, tables, strict=True):
+        for position in range(start):
+            for pool in (values, keys[0]):
+                place = pool[table[position // block_size], position % block_size]
+                place.copy_(torch.randn(place.shape, generator=generator))
+    config = SimpleNamespace(block_size=block_size, num_groups=1, device=torch.device("cpu"))
+    config.layers = {0: (0, keys[0], values)}
+    spans = [Span(*given, 0, [table]) for given, table in zip(SPANS, tables, strict=True)]
+    attend = PagedAttend(config, spans)
+    num_tokens = sum(count for _, count in SPANS)
+    q, k, v = (
+        torch.randn(num_tokens, *shape, generator=generator).to(dtype)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, values.shape[-1]))
+    )
+    v = k[..., :value_dim] if value_dim < dim else v
+    sinks_N = torch.randn(heads, generator=generator).to(dtype) if has_sinks else None
+    return attend.layer(0)(q, k, v, spec, sinks_N)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("first", [0, 4])
-def test_the_attention_of_one_token_over_part_of_a_cache(both, dtype, first):
-    keys, values = (numbers(2, 30, 40, dtype=dtype, seed=seed)[:, first:19] for seed in (1, 2))
-    spec = AttentionSpec("sliding", 15, 0.2)
-    q_TNH = numbers(1, 6, 40, dtype=dtype)
-    both(lambda: attend_cached(q_TNH, keys, values, spec, start=18, first=first))
+@pytest.mark.parametrize("heads", [2, 6, 80])
+@pytest.mark.parametrize(("kind", "window"), [("full", 0), ("sliding", 15), ("chunked", 12)])
+def test_attention_over_blocks(both, dtype, heads, kind, window):
+    spec = AttentionSpec(kind, window, 0.2)
+    both(lambda: paged(dtype, spec, heads=heads, value_dim=40))
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("value_dim", [40, 24])
-def test_capped_logits_sinks_and_narrow_values_of_one_token(both, softcap, has_sinks, value_dim):
-    keys = numbers(2, 19, 40, dtype=torch.float32, seed=1)
-    values = keys[..., :value_dim]
-    sinks_N = numbers(6, dtype=torch.float32, seed=3) if has_sinks else None
-    spec = AttentionSpec("full", 0, 0.2, softcap)
-    q_TNH = numbers(1, 6, 40, dtype=torch.float32)
-    both(lambda: attend_cached(q_TNH, keys, values, spec, sinks_N, start=18, first=0))
+@pytest.mark.parametrize("block_size", [1, 16, 37])
+def test_caps_sinks_narrow_values_and_any_size_of_block(
+    both, softcap, has_sinks, value_dim, block_size
+):
+    spec = AttentionSpec("sliding", 9, 0.2, softcap)
+    given = {"value_dim": value_dim, "has_sinks": has_sinks, "block_size": block_size}
+    both(lambda: paged(torch.float32, spec, heads=6, **given))
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -97,7 +97,7 @@ def test_an_answer_ends_when_its_client_leaves(api, stream) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
     with socket.create_connection((address.host, address.port)) as client:
         client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-        wait_until(lambda: api.service.engine.num_running == 1)
+        wait_until(lambda: api.service.engine.num_running == 4)
         if stream:
             assert client.recv(15) == b"HTTP/1.1 200 OK"
     start = time.monotonic()

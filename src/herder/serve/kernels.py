@@ -30,14 +30,14 @@ _OPTIONS = ("-std=c++20", "-O3", "-march=native", *_VECTORS, "-fopenmp", "-share
 
 
 def load_kernels() -> None:
-    """Build what is not built yet, which takes about 20 s, and use it in every Linear."""
+    """Build what is not built yet, which takes about 40 s, and use it in every Linear."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         _log.warning("no C++ compiler on the PATH: decoding on this CPU is slower than it could be")
         return
     folder = cache_folder() / "kernels" / f"kernels-{_identity(compiler)}"
     if not folder.exists():
-        _log.warning("building kernels for this CPU, once: about 20 s")
+        _log.warning("building kernels for this CPU, once: about 40 s")
     try:
         build_once(folder, lambda fresh: _build(compiler, fresh))
         Kernels.load(folder / "kernels.so")

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "herder"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-MAX_PRODUCT_LINES = 31_000
+MAX_PRODUCT_LINES = 34_000
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 MAX_VERB_LINES = 80

@@ -34,7 +34,7 @@ def command(
     cluster: dict[str, Any],
     target: dict[str, Any],
     **asked: Any,
-) -> None:
+) -> int:
     """Measure the OpenAI-compatible server at URL: one load after the other, the same each time.
 
     Only standard fields are sent, so that any server can be measured. With --rate requests arrive
@@ -59,11 +59,8 @@ def command(
         click.echo(json.dumps({**told, "loads": list(map(asdict, results))}))
     else:
         Console().print(load_table(results, model=card["id"]))
-        click.echo(
-            "plan: the model is not in the catalog" if plan is None else plan_line(results, plan)
-        )
-    if all(sum(each.errors.values()) == each.num_requests for each in results):
-        raise SystemExit(1)
+        click.echo(plan_line(results, plan))
+    return int(all(sum(each.errors.values()) == each.num_requests for each in results))
 
 
 def _plan(card: dict[str, Any], cluster: dict[str, Any]) -> ServingPlan | None:

@@ -20,7 +20,7 @@ import httpx
 from herder.errors import ResourceError
 
 _WORDS = "river stone cloud market window garden letter bridge winter copper silver harbour forest"
-_CALIBRATION_WORDS = (10, 40)
+_CALIBRATION_WORDS = (5, 20)
 _CONNECT_SECONDS = 10.0
 
 

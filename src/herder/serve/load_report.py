@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from herder.checkpoint.source import ModelSource
@@ -20,18 +21,16 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 640, 200, 70, 30, 70
 
 def load_table(results: Sequence[LoadResult], *, model: str) -> Table:
     """One row a load."""
-    table = Table(title=f"{model}: one row a load")
-    for name in ("load", "requests", "errors", "prompt", "output", "tokens/s", "first token"):
-        table.add_column(name, justify="right")
-    for name in ("a token", "memory"):
-        table.add_column(name, justify="right")
+    table = Table(title=f"{model}: one row a load", box=SIMPLE_HEAD)
+    table.add_column("load", no_wrap=True)
+    for name in ("errors", "prompt", "output", "tokens/s", "first token", "a token", "memory"):
+        table.add_column(name, justify="right", no_wrap=name == "errors")
     for each in results:
         at_once = each.concurrency is not None
         load = f"{each.concurrency} at once" if at_once else f"{each.offered_per_second:g}/s"
         table.add_row(
             load,
-            str(each.num_requests),
-            ", ".join(f"{count} {why}" for why, count in each.errors.items()) or "0",
+            ", ".join(f"{count} {why}" for why, count in each.errors.items()) or "none",
             f"{each.prompt_tokens_mean:,.0f}",
             f"{each.completion_tokens_mean:,.0f}",
             f"{each.output_tokens_per_second:,.1f}",

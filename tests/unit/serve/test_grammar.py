@@ -115,7 +115,7 @@ def test_answers_beside_a_grammar_are_what_they_are_alone(api) -> None:
         (form_of({"$ref": "http://127.0.0.1/schema"}), "not present in a registry"),
         (form_of({"type": "string", "pattern": "(("}), "unclosed group"),
         (form_of({"type": "string", "pattern": "(?=a)b"}), "look-around"),
-        (form_of({"type": "text"}), "Invalid type: words"),
+        (form_of({"type": "text"}), "Invalid type: text"),
         (form_of({"type": 5}), "type must be a string"),
         (form_of({"properties": 5}), "properties must be an object"),
         (form_of({"enum": []}), "Unsatisfiable"),

@@ -230,10 +230,13 @@ def test_a_save_that_fails_behind_the_steps_ends_the_run_and_the_one_before_is_g
     run = replace(run, config=run.config.model_copy(update={"checkpoint": saves}))
 
     class Full(dict[str, bytes]):
-        """Files that there is no room for once step 4 is done."""
+        """Files that there is no room for when they are saved a second time."""
+
+        num_saves = 0
 
         def items(self) -> Any:
-            return {"no/such/folder": b""}.items() if len(sink.numbers) >= 4 else super().items()
+            self.num_saves += 1
+            return {"no/such/folder": b""}.items() if self.num_saves > 1 else super().items()
 
     run = replace(run, model_files=Full(run.model_files))
     with pytest.raises(CheckpointError, match="step-00000004 could not be written"):

@@ -45,14 +45,17 @@ def write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> F
     items = sorted(items, key=lambda item: -_described(item).properties.dtype.itemsize)
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
+        begun = 0
 
         def write(content: memoryview) -> None:
+            nonlocal begun
             for start in range(0, len(content), _BYTES_AT_ONCE):
                 part = content[start : start + _BYTES_AT_ONCE]
                 hashed = beside.submit(digest.update, part)
                 file.write(part)
-                _begin_to_sync(file, len(part))
                 hashed.result()
+                if file.tell() - begun >= _BYTES_AT_ONCE:
+                    begun = _begin_to_sync(file, begun)
 
         write(memoryview(_header({item.index.fqn: _described(item) for item in items})))
         for item in items:
@@ -65,15 +68,16 @@ def write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> F
         return {"num_bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def _begin_to_sync(file: BufferedWriter, num_bytes: int) -> None:
-    """Have the system write what was written last to the disk, without waiting for it: by itself it
-    begins when a tenth of all memory is waiting, and the disk stands still until then. Linux does
-    so where pages that are not on the disk yet are said not to be needed.
+def _begin_to_sync(file: BufferedWriter, start: int) -> int:
+    """Have the system bring what was written from `start` on to the disk, without waiting for it;
+    where that ends. By itself it begins when a tenth of all memory waits, and the disk stands still
+    until then. Linux does so where pages that are not on the disk are said not to be needed.
     """
     file.flush()
+    end = file.tell()
     if _CAN_ADVISE:
-        start = file.tell() - num_bytes
-        os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def _described(item: WriteItem) -> TensorWriteData:

@@ -32,8 +32,8 @@ from tests.engine_runs import Answer, run, scheduler_of
 from tests.tiny import initialized, tiny_model
 
 WINDOW_TOKENS = 64
-BOUND = 1e-5
-"""Of log-probabilities; the largest difference seen was below 3e-6."""
+BOUND = 3e-5
+"""Of log-probabilities, which are as low as -15; the largest difference seen was 5.3e-6."""
 LATENT = LatentAttention(
     num_attention_heads=4,
     q_lora_rank=20,
@@ -154,7 +154,8 @@ FEW = [
 """Each value of each dimension, and what meets most rarely: hits, chunks and preemption at once."""
 
 
-def check(model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> float:
+def check(model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> tuple[float, int]:
+    """The largest difference of log-probabilities, and how often a request gave way."""
     load_kernels()
     operators = Kernels.operators
     assert operators is not None, "no C++ compiler on this machine"
@@ -182,9 +183,7 @@ def check(model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> float:
         assert scheduler.num_tokens_found == 0
     if cell.prefix == "warm":
         assert scheduler.num_tokens_found >= len(SHARED) - cell.block_size
-    if cell.small_pool and cell.together and cell.chunk > 7:
-        assert scheduler.num_preemptions > 0
-    return worst
+    return worst, scheduler.num_preemptions
 
 
 @pytest.mark.parametrize("cell", FEW, ids=str)
@@ -192,13 +191,16 @@ def check(model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> float:
 def test_an_answer_depends_on_nothing_but_its_request(
     model: str, cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(model, cell, monkeypatch)
+    _, num_preemptions = check(model, cell, monkeypatch)
+    assert (num_preemptions > 0) == cell.small_pool
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_nor_in_any_other_way_to_serve(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    worst = max(check(model, cell, monkeypatch) for cell in CELLS)
+    found = [check(model, cell, monkeypatch) for cell in CELLS]
+    worst = max(each for each, _ in found)
+    assert any(num_preemptions for _, num_preemptions in found)
     print(f"{model}: log-probabilities differ by up to {worst:.1e}")
 
 

@@ -85,8 +85,8 @@ class SamplingFields(Record):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Both count the answer's tokens only."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Counts the prompt's tokens and the answer's."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Counts the prompt's tokens and the answer's. Logits over less would leave fp32's range."""
     logit_bias: Annotated[
         dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_ids_as_keys)
     ] = Field(default_factory=dict)

@@ -228,6 +228,7 @@ def test_a_body_that_is_no_request_is_refused(api, body) -> None:
         ("/v1/completions", {"n": 1_000_000}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": ["a"] * 3, "n": 100}, "n", "make 300 answers"),
         ("/v1/completions", {"best_of": 3}, "best_of", "only n"),
+        ("/v1/completions", {"repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
         ("/v1/completions", {"min_tokens": 5}, "min_tokens", "exceeds the longest answer, 2"),
         (
             "/v1/completions",

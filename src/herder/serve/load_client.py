@@ -153,9 +153,14 @@ async def model_card(http: httpx.AsyncClient, asked: str | None) -> dict[str, An
         response.raise_for_status()
         cards = {card["id"]: card for card in response.json()["data"]}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise ResourceError(f"{http.base_url}: no list of models at /v1/models: {error}") from None
+        raise ResourceError(
+            f"{http.base_url}: no list of models at /v1/models: {error}. Start a server there, for "
+            "example with `herder serve MODEL`, or give the URL of one without its path."
+        ) from None
     if not cards or (asked is not None and asked not in cards):
-        raise ResourceError(f"{http.base_url} serves {', '.join(cards) or 'no model'}, not {asked}")
+        raise ResourceError(
+            f"{http.base_url} serves {', '.join(cards) or 'no model'}, not {asked or 'any'}"
+        )
     return cards[asked] if asked is not None else next(iter(cards.values()))
 
 
